@@ -50,9 +50,9 @@ use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Result, bail};
 use candle_ops::{AttentionCode, GpuSettings, GpuState, MatmulPrecision, Profile};
 use candle_parallel::checkpoint::CheckpointSaver;
-use candle_parallel::{AdamWConfig, LossScaling, MemoryReport, ParamStore};
+use candle_parallel::{LossScaling, MemoryReport, ParamStore};
 use candle_train::{
-    BatchConfig, Batches, Checkpoints, LrDecay, LrSchedule, SampleConfig, Samples, StepTimes,
+    BatchConfig, Batches, Checkpoints, DataPosition, LrSchedule, SampleConfig, Samples, StepTimes,
     Tokens, TrainConfig, Trainer, TrainingRecord, explain_out_of_memory,
 };
 use candle_train_cli::{
@@ -264,6 +264,9 @@ fn bench(
     let mesh = Mesh::new(world, degrees)?;
     if mesh.world.rank() == 0 {
         args.ranks.warn_of_idle_precision(mesh.world.device());
+        if let Some(note) = args.layout.recompute.note() {
+            eprintln!("{note}");
+        }
     }
     let dtype: DType = args.layout.dtype.into();
     let store = match &args.model {
@@ -274,13 +277,13 @@ fn bench(
         .freeze
         .apply(store.with_data_parallel(args.layout.data_parallel()));
     let vb = store.builder(dtype, mesh.world.device());
-    let stage = CausalLm::stage(config, &mesh, &vb)
+    let part = CausalLm::part(config, &mesh, &vb)
         .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
-    let stage = stage.with_recompute(|_| args.layout.recompute.into());
-    args.freeze.check(stage.params())?;
-    let num_parameters = stage.params().num_global_values();
-    let num_trainable_parameters = stage.params().num_trainable_values();
-    let flops_per_token = flops_per_token(config, stage.params(), args.seq_len);
+    let part = part.with_recompute(|_| args.layout.recompute.into());
+    args.freeze.check(part.params())?;
+    let num_parameters = part.params().num_global_values();
+    let num_trainable_parameters = part.params().num_trainable_values();
+    let flops_per_token = flops_per_token(config, part.params(), args.seq_len);
     let num_measured_steps = NUM_WARM_UP_STEPS + args.steps;
     let num_profiled_steps = if args.profile { NUM_PROFILED_STEPS } else { 0 };
     let train = train_config(
@@ -292,13 +295,13 @@ fn bench(
     let samples = Samples::new(&tokens, SampleConfig::new(args.seq_len))?;
     let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
     let batches = Batches::new(&samples, batch_config.clone(), dp_rank, dp, &Device::Cpu)?;
-    let mut trainer = Trainer::new(train, &mesh, stage)?;
+    let mut trainer = Trainer::new(train, &mesh, part)?;
     keep_freed_memory();
     if mesh.world.device().is_cuda() {
         trainer = trainer.with_device_times();
     }
     if let Some(dir) = &args.save_dir {
-        let saver = CheckpointSaver::new(&mesh.world, (dir, 1), None)?;
+        let saver = CheckpointSaver::new(&mesh.world, dir, 1, None)?;
         let is_first = mesh.world.rank() == 0;
         let record = TrainingRecord::default();
         let checkpoints = Checkpoints::new(saver, Some(SAVE_EVERY), record, is_first);
@@ -332,7 +335,7 @@ fn bench(
         }
         let secs = measured.train_step(&mut trainer, &batches)?;
         let before_copy = Instant::now();
-        trainer.checkpoint(&batches)?;
+        trainer.checkpoint(DataPosition::of(&batches, trainer.step())?)?;
         if step >= NUM_WARM_UP_STEPS {
             let secs = secs + before_copy.elapsed().as_secs_f64();
             match (&args.save_dir, trainer.step() % SAVE_EVERY) {
@@ -404,18 +407,10 @@ fn median(secs: &mut [f64]) -> Option<f64> {
 
 fn train_config(num_steps: usize, layout: &LayoutArgs, loss_scaling: LossScaling) -> TrainConfig {
     TrainConfig {
-        lr_schedule: LrSchedule {
-            lr: 1e-4,
-            min_lr_ratio: 1.0,
-            warmup_steps: 0,
-            num_steps,
-            decay: LrDecay::Cosine,
-        },
-        adamw: AdamWConfig::default(),
-        max_grad_norm: Some(1.0),
         loss_scaling,
         offload: layout.offload.clone().unwrap_or_default(),
         schedule: layout.schedule.into(),
+        ..TrainConfig::new(LrSchedule::constant(1e-4, num_steps))
     }
 }
 

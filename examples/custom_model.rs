@@ -2,7 +2,7 @@
 //! position with the one before. Two pipeline stages of two tensor-parallel ranks, in two replicas with ZeRO-1.
 
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 use candle_ops::rms_norm;
 use candle_parallel::*;
@@ -13,37 +13,36 @@ const HIDDEN: usize = 64;
 const LAYERS: usize = 4;
 const BATCH: (usize, usize) = (8, 32);
 
-struct Layer(Tensor, ColumnParallelLinear, RowParallelLinear);
-impl PlainBlock for Layer {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+struct Mixing(Tensor, ColumnParallelLinear, RowParallelLinear);
+impl PlainBlock for Mixing {
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
         let before = xs.pad_with_zeros(1, 1, 0)?.narrow(1, 0, xs.dim(1)?)?;
         let normed = rms_norm(&((xs + before)? * 0.5)?, &self.0, 1e-5)?;
-        xs + self.2.forward(&self.1.forward(&normed)?.gelu()?)?
+        let inner = in_graph(&self.1, &normed, pass)?.gelu()?;
+        xs + in_graph(&self.2, &inner, pass)?
     }
 }
 
-struct Head(ColumnParallelLinear, ProcessGroup);
-impl PlainBlock for Head {
-    fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-        let logits = self.0.forward(xs)?.flatten_to(1)?;
-        let Some(targets) = &batch.targets else {
-            candle_core::bail!("this model is only trained: it needs targets");
-        };
-        let targets = targets.flatten_all()?;
+struct LastBlock(ColumnParallelLinear, ProcessGroup);
+impl PlainHead for LastBlock {
+    fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
+        let logits = in_graph(&self.0, xs, pass)?.flatten_to(1)?;
+        let targets = pass.targets()?.flatten_all()?;
         let shard = Shard::even(0, VOCAB, &self.1)?;
-        vocab_parallel_cross_entropy(&logits, &targets, &shard, &self.1)?.sum_all()
+        let losses = vocab_parallel_cross_entropy(&logits, &targets, &shard, &self.1)?;
+        Ok(Loss::new(losses.sum_all()?, pass.num_targets()? as f64))
     }
 }
 
-fn block(index: usize, tp: &ProcessGroup, vb: ParamBuilder) -> Result<Box<dyn Block>> {
+fn block(index: usize, tp: &ProcessGroup, vb: ParamBuilder) -> Result<Block> {
     let vb = vb.pp("blocks").pp(index);
     Ok(match index {
         0 => layer_block(vocab_parallel_embedding(VOCAB, HIDDEN, tp, vb)?),
         _ if index > LAYERS => {
             let head = column_parallel_linear(HIDDEN, VOCAB, false, tp, vb)?;
-            plain_block(Head(head, tp.clone()))
+            plain_head(LastBlock(head, tp.clone()))
         }
-        _ => plain_block(Layer(
+        _ => plain_block(Mixing(
             vb.get(HIDDEN, "norm", Init::Const(1.0))?,
             column_parallel_linear(HIDDEN, 4 * HIDDEN, true, tp, vb.pp("up"))?,
             row_parallel_linear(4 * HIDDEN, HIDDEN, true, tp, vb.pp("down"))?,
@@ -52,40 +51,35 @@ fn block(index: usize, tp: &ProcessGroup, vb: ParamBuilder) -> Result<Box<dyn Bl
 }
 
 /// Sequences of bytes from all over the text; `index` tells apart micro-batches of all steps and replicas.
-fn micro_batch(index: usize) -> Result<MicroBatch> {
+fn micro_batch(index: usize) -> Result<Pass> {
     let bytes = |shift: usize| {
         let starts = (0..BATCH.0).map(|b| (index * BATCH.0 + b) * 997 + shift);
         let bytes = starts.flat_map(|start| (start..start + BATCH.1).map(|i| TEXT[i % TEXT.len()]));
         Tensor::from_iter(bytes.map(u32::from), &candle_core::Device::Cpu)?.reshape(BATCH)
     };
-    Ok(MicroBatch {
-        tokens: bytes(0)?,
-        targets: Some(bytes(1)?),
-        documents: None,
-        past: None,
-    })
+    Ok(Pass::train(bytes(0)?, bytes(1)?))
 }
 
 fn main() -> Result<()> {
     let degrees = Degrees {
         pp: 2,
         dp: 2,
-        cp: 1,
         tp: 2,
+        ..Degrees::default()
     };
     launch::threads(8, |world| {
         let mesh = Mesh::new(world, degrees)?;
         let vb = ParamStore::init(0).builder(DType::F32, mesh.world.device());
         let build = |index, vb| block(index, &mesh.tp, vb);
-        let stage = Stage::build(&mesh, &vb, LAYERS + 2, HIDDEN, build)?;
+        let part = ModelPart::build(&mesh, &vb, LAYERS + 2, HIDDEN, build)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let config = AdamWConfig::default();
-        let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+        let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, config)?;
         for step in 0..100 {
             let first = 2 * (step * mesh.dp.world_size() + mesh.dp.rank());
             let batches = [micro_batch(first)?, micro_batch(first + 1)?];
-            pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+            pipeline.forward_backward(&part, &batches, &mut gradients)?;
             let report = optimizer.step(&mut gradients, 3e-3, Some(1.0))?;
             if mesh.world.rank() == 0 && step % 10 == 9 {
                 let (loss, norm) = (report.loss.mean, report.grad_norm);

@@ -18,7 +18,7 @@ use std::time::Instant;
 use candle_comm::{Degrees, LocalConfig, Mesh, launch};
 use candle_core::{DType, Device, Error, Result, Tensor};
 use candle_ops::DeviceChoice;
-use candle_parallel::{EvalSums, MicroBatch, ParamStore, Pipeline, Schedule, Stage};
+use candle_parallel::{EvalSums, ModelPart, ParamStore, Pass, Pipeline, Schedule};
 use candle_train::Tokenizer;
 use candle_train::hub::resolve_model;
 use candle_train_cli::{exit_with, parse};
@@ -82,8 +82,9 @@ impl<R: BufRead> Lines<R> {
         while let Some(score) = self.waiting.remove(&(self.num_printed + 1)) {
             self.num_printed += 1;
             self.total = self.total + score;
-            let loss = (score.num_targets > 0).then(|| score.loss() / score.num_targets as f64);
-            let line = json!({"line": self.num_printed, "tokens": score.num_targets, "loss": loss});
+            let num_tokens = score.num_targets as usize;
+            let loss = (num_tokens > 0).then(|| score.loss() / score.num_targets);
+            let line = json!({"line": self.num_printed, "tokens": num_tokens, "loss": loss});
             match writeln!(io::stdout(), "{line}") {
                 Ok(()) => {}
                 Err(err) if err.kind() == ErrorKind::BrokenPipe => self.is_over = true,
@@ -113,24 +114,22 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Predictions of each token from those before it, `max_len` at a time: a longer line continues without what came before.
-fn micro_batches(ids: &[u32], max_len: usize) -> impl Iterator<Item = Result<MicroBatch>> {
+fn micro_batches(ids: &[u32], max_len: usize) -> impl Iterator<Item = Result<Pass>> {
     let starts = (0..ids.len().saturating_sub(1)).step_by(max_len);
     starts.map(move |start| {
         let end = (start + max_len).min(ids.len() - 1);
         let row = |ids: &[u32]| Tensor::new(ids, &Device::Cpu)?.unsqueeze(0); // (1, t)
-        Ok(MicroBatch {
-            tokens: row(&ids[start..end])?,
-            targets: Some(row(&ids[start + 1..end + 1])?),
-            documents: None,
-            past: None,
-        })
+        Ok(Pass::train(
+            row(&ids[start..end])?,
+            row(&ids[start + 1..end + 1])?,
+        ))
     })
 }
 
 fn score_lines(
     lines: &Mutex<Lines<impl BufRead>>,
     tokenizer: &Tokenizer,
-    (stage, pipeline, max_len): (&Stage, &Pipeline, usize),
+    (part, pipeline, max_len): (&ModelPart, &Pipeline, usize),
 ) -> Result<()> {
     loop {
         let taken = lock(lines).take()?;
@@ -138,7 +137,7 @@ fn score_lines(
             return Ok(());
         };
         let ids = tokenizer.encode_prompt(&text)?;
-        let score = pipeline.evaluate(stage, micro_batches(&ids, max_len))?;
+        let score = pipeline.evaluate(part, micro_batches(&ids, max_len))?;
         lock(lines).put(number, score)?;
     }
 }
@@ -167,10 +166,8 @@ fn run(args: &Args) -> Result<()> {
         is_over: false,
     });
     let degrees = Degrees {
-        pp: 1,
         dp,
-        cp: 1,
-        tp: 1,
+        ..Degrees::default()
     };
     let local = LocalConfig {
         devices: choice.open_for(dp)?,
@@ -184,15 +181,15 @@ fn run(args: &Args) -> Result<()> {
         };
         let mesh = Mesh::new(world, degrees)?;
         let store = ParamStore::from_pretrained(&model)?;
-        let stage = CausalLm::stage(&config, &mesh, &store.builder(dtype, mesh.world.device()))?;
+        let part = CausalLm::part(&config, &mesh, &store.builder(dtype, mesh.world.device()))?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-        let scorer = (&stage, &pipeline, config.max_seq_len());
+        let scorer = (&part, &pipeline, config.max_seq_len());
         score_lines(&lines, &tokenizer, scorer)?;
         rank.is_done = true;
         Ok(())
     })?;
     let total = lock(&lines).total;
-    let (num_tokens, secs) = (total.num_targets, begun.elapsed().as_secs_f64());
+    let (num_tokens, secs) = (total.num_targets as usize, begun.elapsed().as_secs_f64());
     let loss = total.loss() / num_tokens.max(1) as f64;
     eprintln!(
         "{num_tokens} tokens in {secs:.1} s, ranks: {dp}; loss {loss:.4}, perplexity {:.2}",

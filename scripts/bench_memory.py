@@ -21,7 +21,7 @@ import pathlib
 
 from bench_train import OURS, run
 
-MODES = ["none", "selective", "full"]
+MODES = ["none", "full"]
 # The default of bench_train.
 SHAPE = {"hidden-size": 512, "intermediate-size": 1376, "heads": 8, "kv-heads": 4, "vocab-size": 8192, "layers": 8, "seq-len": 256,
          "batch-size": 4}

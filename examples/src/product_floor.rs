@@ -11,6 +11,9 @@ const RUNS: usize = 3;
 
 /// Seconds that the linear layers of one training step on `num_tokens` tokens take alone: forward, gradient of the input and
 /// gradient of the weight, each product timed on the threads of the current pool. Attention's products are not in it.
+///
+/// # Errors
+/// No memory for them.
 pub fn product_floor_secs(config: &ModelConfig, num_tokens: usize, dtype: DType) -> Result<f64> {
     let (hidden, mlp) = (config.hidden_size, config.intermediate_size);
     let heads = config.num_attention_heads * config.head_dim;

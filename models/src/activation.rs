@@ -8,6 +8,7 @@ use candle_ops::{
 
 /// What the MLP does to its gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Activation {
     /// x · sigmoid(x)
     Silu,

@@ -10,7 +10,7 @@ use candle_ops::{
     attention_forward, rope_in_place,
 };
 use candle_parallel::{
-    ColumnParallelLinear, Gradient, GradientSink, HeadPartition, Layer, ParamBuilder,
+    ColumnParallelLinear, Gradient, GradientSink, HeadPartition, Layer, ParamBuilder, Pass,
     RowParallelLinear, column_parallel_backward, column_parallel_linear_shard,
     row_parallel_linear_shard,
 };
@@ -34,11 +34,10 @@ pub(crate) struct Attention {
     num_kv_heads: usize,
     head_dim: usize,
     pub(crate) spec: AttentionSpec,
-    tp: ProcessGroup,
 }
 
 /// What the backward pass needs beside the input: q and k after rotation, or, if norms come before it, as the projections gave
-/// them; v, the heads' output and its log-sum-exp; the documents of the sequences.
+/// them; v, the heads' output and its log-sum-exp.
 #[derive(Clone)]
 pub(crate) struct Saved {
     q: Tensor,
@@ -46,7 +45,6 @@ pub(crate) struct Saved {
     v: Tensor,
     ys: Tensor,
     lse: Tensor,
-    documents: Option<DocumentStarts>,
 }
 
 impl Attention {
@@ -93,15 +91,14 @@ impl Attention {
                 window: config.window(layer),
                 documents: None,
             },
-            tp: tp.clone(),
         })
     }
 
     /// What the projections make of xs (b, t, hidden): q, k and v, (b, t, heads, head_dim) each.
-    pub(crate) fn projected(&self, xs: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+    pub(crate) fn projected(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Tensor, Tensor)> {
         let (b, t, _hidden) = xs.dims3()?;
         let heads = |proj: &ColumnParallelLinear, num_heads: usize| {
-            let (ys, _) = proj.forward_saving(xs)?; // (b, t, num_heads * head_dim)
+            let (ys, _) = proj.forward(xs, pass)?; // (b, t, num_heads * head_dim)
             ys.reshape((b, t, num_heads, self.head_dim))
         };
         Ok((
@@ -133,28 +130,16 @@ impl Attention {
     }
 
     /// residual + attention(xs), all (b, t, hidden).
-    pub fn forward(
-        &self,
-        xs: &Tensor,
-        residual: &Tensor,
-        documents: Option<&DocumentStarts>,
-    ) -> Result<(Tensor, Saved)> {
-        let (q, k, v) = self.projected(xs)?;
+    pub fn forward(&self, xs: &Tensor, residual: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+        let documents = pass.documents();
+        let (q, k, v) = self.projected(xs, pass)?;
         let unnormed = self.head_norms.as_ref().map(|_| (q.clone(), k.clone()));
         let (q, k) = self.rotated(q, k, documents)?;
         let (ys, lse) = attention_forward(&q, &k, &v, &self.spec_of(documents))?; // (b, t, num_heads, head_dim)
         let ys = ys.flatten_from(2)?; // (b, t, num_heads * head_dim)
-        let (out, _) = self.o_proj.forward_add(&ys, Some(residual))?;
+        let (out, _) = self.o_proj.forward_add(&ys, Some(residual), pass)?;
         let (q, k) = unnormed.unwrap_or((q, k));
-        let saved = Saved {
-            q,
-            k,
-            v,
-            ys,
-            lse,
-            documents: documents.cloned(),
-        };
-        Ok((out, saved))
+        Ok((out, Saved { q, k, v, ys, lse }))
     }
 
     /// For sequences of these documents.
@@ -177,17 +162,11 @@ impl Attention {
         saved: Saved,
         xs: Option<Tensor>,
         dy: &Tensor,
+        pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
-        let Saved {
-            q,
-            k,
-            v,
-            ys,
-            lse,
-            documents,
-        } = saved;
-        let documents = documents.as_ref();
+        let Saved { q, k, v, ys, lse } = saved;
+        let documents = pass.documents();
         let (rotated_q, rotated_k) = match &self.head_norms {
             Some(_) => self.rotated(q.clone(), k.clone(), documents)?,
             None => (q.clone(), k.clone()),
@@ -195,9 +174,9 @@ impl Attention {
         let (_b, t, _num_heads, _head_dim) = q.dims4()?;
         let dys = self
             .o_proj
-            .backward_linear(dy, Some(&ys), gradients)?
+            .backward_linear(dy, Some(&ys), pass, gradients)?
             .reshape(q.dims())?;
-        let pass = AttentionGrad {
+        let heads = AttentionGrad {
             q: &rotated_q,
             k: &rotated_k,
             v: &v,
@@ -205,7 +184,7 @@ impl Attention {
             log_sum_exp: &lse,
             grad: &dys,
         };
-        let (dq, dk, dv) = attention_backward(&pass, &self.spec_of(documents))?;
+        let (dq, dk, dv) = attention_backward(&heads, &self.spec_of(documents))?;
         let (cos, sin) = self.rotary.of(t, documents)?;
         let unrope = |grad| rope_in_place(grad, &cos, &sin, RopeDirection::Backward);
         let (mut dq, mut dk) = (unrope(dq)?, unrope(dk)?);
@@ -221,7 +200,7 @@ impl Attention {
             (&self.k_proj, &dk),
             (&self.v_proj, &dv),
         ];
-        column_parallel_backward(&layers, xs.as_ref(), &self.tp, gradients)
+        column_parallel_backward(&layers, xs.as_ref(), pass, gradients)
     }
 
     pub fn weights(&self) -> Vec<&Tensor> {

@@ -2,15 +2,21 @@
 
 use candle_core::{DType, Result, Tensor};
 use candle_ops::{RopeDirection, attention_forward, rope_in_place};
-use candle_parallel::KeyValueCache;
+use candle_parallel::{KeyValueCache, Pass};
 
 use crate::attention::Attention;
 
 impl Attention {
     /// residual + attention(xs), all (b, t, hidden), for tokens that come after those of `cache`, which gets theirs, too.
-    pub fn infer(&self, xs: &Tensor, residual: &Tensor, cache: &KeyValueCache) -> Result<Tensor> {
+    pub fn infer(
+        &self,
+        xs: &Tensor,
+        residual: &Tensor,
+        pass: &Pass,
+        cache: &KeyValueCache,
+    ) -> Result<Tensor> {
         let num_before = cache.num_tokens(self.layer)?;
-        let (q, k, v) = self.projected(xs)?;
+        let (q, k, v) = self.projected(xs, pass)?;
         let (q, k) = self.normed(q, k)?;
         let t = q.dim(1)?;
         let (cos, sin) = self.rotary.get(num_before + t)?;
@@ -22,18 +28,18 @@ impl Attention {
             0 => attention_forward(&q, &k, &v, &self.spec)?.0,
             _ => {
                 let of_token =
-                    |i| self.of_token(&q.narrow(1, i, 1)?, (&all_k, &all_v), num_before + i);
+                    |i| self.of_token(&q.narrow(1, i, 1)?, &all_k, &all_v, num_before + i);
                 Tensor::cat(&(0..t).map(of_token).collect::<Result<Vec<_>>>()?, 1)?
             }
         };
         let (out, _) = self
             .o_proj
-            .forward_add(&ys.flatten_from(2)?, Some(residual))?;
+            .forward_add(&ys.flatten_from(2)?, Some(residual), pass)?;
         Ok(out)
     }
 
     /// What the token at `position`, with queries (b, 1, heads, head_dim), reads of keys and values: in the shape of the queries.
-    fn of_token(&self, q: &Tensor, (k, v): (&Tensor, &Tensor), position: usize) -> Result<Tensor> {
+    fn of_token(&self, q: &Tensor, k: &Tensor, v: &Tensor, position: usize) -> Result<Tensor> {
         let (_b, _t, num_heads, _head_dim) = q.dims4()?;
         let first = (position + 1).saturating_sub(self.spec.window.unwrap_or(usize::MAX));
         let seen = |xs: &Tensor, head| -> Result<Tensor> {

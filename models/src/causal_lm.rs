@@ -6,13 +6,13 @@ use std::sync::Arc;
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result, bail};
 use candle_parallel::{
-    Block, ParamBuilder, ParamStore, Recompute, Stage, layer_block, stage_blocks,
+    Block, ModelPart, ParamBuilder, ParamStore, Recompute, head_block, layer_block, stage_blocks,
     vocab_parallel_embedding,
 };
 
 use crate::config::ModelConfig;
 use crate::decoder_layer::DecoderLayer;
-use crate::head::Head;
+use crate::lm_head::LmHead;
 use crate::rotary::RotaryTable;
 use crate::scaled_embedding::ScaledEmbedding;
 
@@ -20,16 +20,19 @@ use crate::scaled_embedding::ScaledEmbedding;
 pub struct CausalLm;
 
 impl CausalLm {
-    /// This rank's stage of the model: its pipeline stage's blocks, with its tensor-parallel part of their parameters.
+    /// This rank's part of the model: its pipeline stages' blocks, with its tensor-parallel part of their parameters.
     ///
     /// Degrees that do not fit the model are errors with the numbers, before any weight is read.
-    pub fn stage(config: &ModelConfig, mesh: &Mesh, vb: &ParamBuilder) -> Result<Stage> {
+    ///
+    /// # Errors
+    /// Degrees that do not fit the model, with the numbers; weights that the checkpoint lacks or has in another shape.
+    pub fn part(config: &ModelConfig, mesh: &Mesh, vb: &ParamBuilder) -> Result<ModelPart> {
         config.validate()?;
         Self::check_degrees(config, &mesh.degrees)?;
         allow_more(config, vb.store());
         let rotary = Arc::new(RotaryTable::new(config, vb.device()));
         let num_blocks = config.num_hidden_layers + 2;
-        Stage::build(mesh, vb, num_blocks, config.hidden_size, |index, vb| {
+        ModelPart::build(mesh, vb, num_blocks, config.hidden_size, |index, vb| {
             Self::block(config, index, &rotary, &mesh.tp, vb)
         })
     }
@@ -48,7 +51,7 @@ impl CausalLm {
         };
         let tp = ProcessGroup::single(Device::Cpu);
         let rotary = Arc::new(RotaryTable::new(config, &Device::Cpu));
-        Stage::check_weights(config.num_hidden_layers + 2, open, |index, vb| {
+        ModelPart::check_weights(config.num_hidden_layers + 2, open, |index, vb| {
             Self::block(config, index, &rotary, &tp, vb)
         })
     }
@@ -59,7 +62,7 @@ impl CausalLm {
         rotary: &Arc<RotaryTable>,
         tp: &ProcessGroup,
         vb: ParamBuilder,
-    ) -> Result<Box<dyn Block>> {
+    ) -> Result<Block> {
         let model = vb.pp("model");
         if index == 0 {
             let vb = model.pp("embed_tokens");
@@ -77,32 +80,34 @@ impl CausalLm {
             let layer = DecoderLayer::new(config, layer, rotary.clone(), tp, vb)?;
             Ok(layer_block(layer))
         } else {
-            Ok(Box::new(Head::new(config, tp, vb)?))
+            Ok(head_block(LmHead::new(config, tp, vb)?))
         }
     }
 
-    /// Bytes that the tape of `stage` keeps for each token of a micro-batch, by the formula of `docs/design.md`.
+    /// Bytes that the tape of `part` keeps for each token of a micro-batch, by the formula of `docs/design.md`.
     pub fn tape_bytes_per_token(
         config: &ModelConfig,
-        stage: &Stage,
+        part: &ModelPart,
         tp: usize,
         recompute: Recompute,
     ) -> usize {
-        let blocks = stage.block_indices().skip(stage.num_frozen_blocks());
-        Self::tape_bytes_of_blocks(config, blocks, (stage.dtype(), tp), recompute)
+        let blocks = part.block_indices().skip(part.num_frozen_blocks());
+        Self::tape_bytes_of_blocks(config, blocks, part.dtype(), tp, recompute)
     }
 
     /// As [`Self::tape_bytes_per_token`] of these blocks, none of them frozen, of a model that computes in `dtype` on `tp` ranks.
     pub fn tape_bytes_of_blocks(
         config: &ModelConfig,
         blocks: impl Iterator<Item = usize>,
-        (dtype, tp): (DType, usize),
+        dtype: DType,
+        tp: usize,
         recompute: Recompute,
     ) -> usize {
         let (hidden, value) = (config.hidden_size, dtype.size_in_bytes());
         let layer = match recompute {
             Recompute::Full => value * hidden,
-            Recompute::None | Recompute::Selective => {
+            // The most that is kept.
+            _ => {
                 let heads = config.num_attention_heads + config.num_key_value_heads;
                 let divided = 2 * heads * config.head_dim + 2 * config.intermediate_size;
                 let log_sum_exp = 4 * config.num_attention_heads;
@@ -112,12 +117,15 @@ impl CausalLm {
         let of_block = |index| match index {
             0 => 0,
             _ if index <= config.num_hidden_layers => layer,
-            _ => 2 * value * hidden,
+            _ => value * hidden,
         };
         blocks.map(of_block).sum()
     }
 
     /// An error with the numbers if these degrees do not fit the model.
+    ///
+    /// # Errors
+    /// Degrees that do not fit, with the numbers.
     pub fn check_degrees(config: &ModelConfig, degrees: &Degrees) -> Result<()> {
         stage_blocks(config.num_hidden_layers + 2, 0, degrees.pp.max(1))?;
         let widths = [

@@ -1,13 +1,9 @@
 //! The hyper-parameters of a model.
 
-use std::path::Path;
-
 use candle_core::{Result, bail};
-use candle_parallel::checkpoint::read_text_file;
 use serde::Serialize;
 
 use crate::activation::Activation;
-use crate::config_file::ConfigFile;
 use crate::family::Family;
 use crate::rope_kind::RopeKind;
 
@@ -86,47 +82,6 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Reads a `config.json` in the spelling of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
-    ///
-    /// What this crate does not implement is an error that names the field, its value and what is supported.
-    pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref();
-        let text = read_text_file(path).map_err(|err| {
-            candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
-        })?;
-        Self::from_json(&text).map_err(|err| err.context(path.display().to_string()))
-    }
-
-    /// Like [`Self::from_file`], from the file's text.
-    pub fn from_json(text: &str) -> Result<Self> {
-        let config = ConfigFile::read(text)?;
-        config.validate()?;
-        Ok(config)
-    }
-
-    /// The text of a `config.json` that `transformers` reads.
-    ///
-    /// # Errors
-    /// A configuration that the family's `config.json` has no words for.
-    pub fn to_json(&self) -> Result<String> {
-        let text = ConfigFile::text_of(self)?;
-        let read = Self::from_json(&text)?;
-        let same_windows = |config: &Self| {
-            let windows = (0..config.num_hidden_layers).map(|index| config.window(index));
-            Self {
-                windows: windows.collect(),
-                ..config.clone()
-            }
-        };
-        if same_windows(&read) != same_windows(self) {
-            let family = self.family.model_type;
-            bail!(
-                "a config.json of model_type {family:?} cannot say {self:?}: it would be read as {read:?}"
-            );
-        }
-        Ok(text)
-    }
-
     /// How many tokens the attention of layer `index` sees, if not all.
     pub fn window(&self, index: usize) -> Option<usize> {
         self.windows.get(index).copied().flatten()
@@ -139,6 +94,9 @@ impl ModelConfig {
     }
 
     /// An error with names and numbers if the sizes are out of range or do not fit each other.
+    ///
+    /// # Errors
+    /// The first such number, by name.
     pub fn validate(&self) -> Result<()> {
         self.check_ranges()?;
         if !self

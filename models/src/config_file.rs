@@ -92,8 +92,11 @@ fn supported_values() -> Value {
 }
 
 impl ConfigFile {
-    /// The configuration that a file's text describes.
-    pub fn read(text: &str) -> Result<ModelConfig> {
+    /// The configuration that a file's text describes; `find` gives the family of a `model_type`, or of names of classes.
+    pub fn read(
+        text: &str,
+        find: impl FnOnce(Option<&str>, &[String]) -> Result<&'static Family>,
+    ) -> Result<ModelConfig> {
         let mut value: Value = serde_json::from_str(text)
             .map_err(|err| Error::msg(format!("not a JSON file: {err}")))?;
         let names: Names = match value.is_object() {
@@ -101,7 +104,7 @@ impl ConfigFile {
             false => bail!("not a model's configuration: expected a JSON object"),
         };
         let architectures = names.architectures.unwrap_or_default();
-        let family = Family::find(names.model_type.as_deref(), &architectures)?;
+        let family = find(names.model_type.as_deref(), &architectures)?;
         if let Value::Object(fields) = &mut value {
             fill(fields, family)?;
         }

@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
-use candle_ops::DocumentStarts;
-use candle_parallel::{Gradient, GradientSink, Layer, MicroBatch, ParamBuilder};
+use candle_parallel::{Gradient, GradientSink, Layer, ParamBuilder, Pass};
 
 use crate::attention::{self, Attention};
 use crate::config::ModelConfig;
@@ -53,12 +52,16 @@ impl DecoderLayer {
             mlp: Mlp::new(config, tp, vb.pp("mlp"))?,
         })
     }
+}
 
-    fn forward(&self, xs: &Tensor, documents: Option<&DocumentStarts>) -> Result<(Tensor, Saved)> {
+impl Layer for DecoderLayer {
+    type Saved = Saved;
+
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
         let normed = self.input_layernorm.forward(xs)?;
-        let (middle, attention) = self.self_attn.forward(&normed, xs, documents)?;
+        let (middle, attention) = self.self_attn.forward(&normed, xs, pass)?;
         let normed = self.post_attention_layernorm.forward(&middle)?;
-        let (out, mlp) = self.mlp.forward(&normed, &middle)?;
+        let (out, mlp) = self.mlp.forward(&normed, &middle, pass)?;
         let saved = Saved {
             xs: xs.clone(),
             attention,
@@ -67,33 +70,22 @@ impl DecoderLayer {
         };
         Ok((out, saved))
     }
-}
 
-impl Layer for DecoderLayer {
-    type Saved = Saved;
-
-    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Saved)> {
-        self.forward(xs, None)
-    }
-
-    fn forward_of_batch(&self, xs: &Tensor, batch: &MicroBatch) -> Result<(Tensor, Saved)> {
-        self.forward(xs, batch.documents.as_ref())
-    }
-
-    fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-        let Some(past) = &batch.past else {
-            return Ok(self.forward_of_batch(xs, batch)?.0);
+    fn infer(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        let Some(cache) = pass.cache() else {
+            return Ok(self.forward(xs, pass)?.0);
         };
         let normed = self.input_layernorm.forward(xs)?;
-        let middle = self.self_attn.infer(&normed, xs, past)?;
+        let middle = self.self_attn.infer(&normed, xs, pass, cache)?;
         let normed = self.post_attention_layernorm.forward(&middle)?;
-        Ok(self.mlp.forward(&normed, &middle)?.0)
+        Ok(self.mlp.forward(&normed, &middle, pass)?.0)
     }
 
     fn backward(
         &self,
         saved: Saved,
         dy: &Tensor,
+        pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>> {
         // The outputs of the norms are as large as the input and take next to no time to compute again.
@@ -101,7 +93,7 @@ impl Layer for DecoderLayer {
         let normed = self.mlp.reads_input().then(|| norm.forward(&saved.middle));
         let dnormed = self
             .mlp
-            .backward(saved.mlp, normed.transpose()?, dy, gradients)?;
+            .backward(saved.mlp, normed.transpose()?, dy, pass, gradients)?;
         let dmiddle = norm.backward(&saved.middle, &dnormed, Some(dy), gradients)?;
         let norm = &self.input_layernorm;
         let normed = self
@@ -109,9 +101,9 @@ impl Layer for DecoderLayer {
             .reads_input()
             .then(|| norm.forward(&saved.xs));
         let normed = normed.transpose()?;
-        let dnormed = self
-            .self_attn
-            .backward(saved.attention, normed, &dmiddle, gradients)?;
+        let dnormed =
+            self.self_attn
+                .backward(saved.attention, normed, &dmiddle, pass, gradients)?;
         norm.backward(&saved.xs, &dnormed, Some(&dmiddle), gradients)
             .map(Some)
     }

@@ -3,7 +3,7 @@
 use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
 use candle_parallel::{
-    ColumnParallelLinear, GradientSink, Layer, ParamBuilder, RowParallelLinear,
+    ColumnParallelLinear, GradientSink, Layer, ParamBuilder, Pass, RowParallelLinear,
     column_parallel_backward, column_parallel_linear, row_parallel_linear,
 };
 
@@ -16,7 +16,6 @@ pub(crate) struct Mlp {
     up_proj: ColumnParallelLinear,
     down_proj: RowParallelLinear,
     activation: Activation,
-    tp: ProcessGroup,
 }
 
 /// What the backward pass needs beside the input; the activation's output is computed again.
@@ -40,16 +39,15 @@ impl Mlp {
             up_proj: column("up_proj")?,
             down_proj: row_parallel_linear(intermediate, hidden, bias, tp, vb.pp("down_proj"))?,
             activation: config.activation,
-            tp: tp.clone(),
         })
     }
 
     /// residual + mlp(xs), all (b, t, hidden).
-    pub fn forward(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Saved)> {
-        let (gate, _) = self.gate_proj.forward_saving(xs)?;
-        let (up, _) = self.up_proj.forward_saving(xs)?;
+    pub fn forward(&self, xs: &Tensor, residual: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+        let (gate, _) = self.gate_proj.forward(xs, pass)?;
+        let (up, _) = self.up_proj.forward(xs, pass)?;
         let ys = self.activation.forward(&gate, &up)?;
-        let (out, _) = self.down_proj.forward_add(&ys, Some(residual))?;
+        let (out, _) = self.down_proj.forward_add(&ys, Some(residual), pass)?;
         Ok((out, Saved { gate, up }))
     }
 
@@ -65,11 +63,12 @@ impl Mlp {
         saved: Saved,
         xs: Option<Tensor>,
         dy: &Tensor,
+        pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
         let Saved { gate, up } = saved;
         let activation = self.activation;
-        let (dgate, dup) = self.down_proj.backward_with(dy, gradients, |dys| {
+        let (dgate, dup) = self.down_proj.backward_with(dy, pass, gradients, |dys| {
             if !self.down_proj.needs_input() {
                 return Ok((activation.backward(&gate, &up, &dys)?, None));
             }
@@ -77,7 +76,7 @@ impl Mlp {
             Ok(((dgate, dup), Some(ys)))
         })?;
         let layers = [(&self.gate_proj, &dgate), (&self.up_proj, &dup)];
-        column_parallel_backward(&layers, xs.as_ref(), &self.tp, gradients)
+        column_parallel_backward(&layers, xs.as_ref(), pass, gradients)
     }
 
     pub fn weights(&self) -> Vec<&Tensor> {

@@ -53,7 +53,8 @@ impl Norm {
         let (x, dy, residual) = (wide(xs)?, wide(dy)?, residual.as_ref());
         let (dx, dw) = rms_norm_backward(&x, &factor, &dy, self.eps, residual, is_trainable)?;
         if let Some(dw) = dw {
-            gradients.write(&self.weight, &mut |dst, add| add_into(dst, add, &dw))?;
+            let grad = move |dst: &Tensor, add| add_into(dst, add, &dw);
+            gradients.put(&self.weight, Box::new(grad))?;
         }
         dx.to_dtype(xs.dtype())
     }

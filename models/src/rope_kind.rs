@@ -9,6 +9,7 @@ use serde::Serialize;
 /// Scaling of the rotary frequencies, by its name in config.json.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum RopeKind {
     /// None.
     Default,

@@ -1,7 +1,7 @@
 //! A token embedding times a number.
 
 use candle_core::{Result, Tensor};
-use candle_parallel::{GradientSink, Layer, VocabParallelEmbedding};
+use candle_parallel::{GradientSink, Layer, Pass, VocabParallelEmbedding};
 
 /// A [`Layer`] from (b, t) u32 to (b, t, hidden).
 #[derive(Clone)]
@@ -14,8 +14,8 @@ pub(crate) struct ScaledEmbedding {
 impl Layer for ScaledEmbedding {
     type Saved = <VocabParallelEmbedding as Layer>::Saved;
 
-    fn forward_saving(&self, tokens: &Tensor) -> Result<(Tensor, Self::Saved)> {
-        let (ys, saved) = self.embedding.forward_saving(tokens)?;
+    fn forward(&self, tokens: &Tensor, pass: &Pass) -> Result<(Tensor, Self::Saved)> {
+        let (ys, saved) = self.embedding.forward(tokens, pass)?;
         Ok((ys.affine(self.scale, 0.0)?, saved))
     }
 
@@ -23,10 +23,11 @@ impl Layer for ScaledEmbedding {
         &self,
         saved: Self::Saved,
         dy: &Tensor,
+        pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>> {
         let dy = dy.affine(self.scale, 0.0)?;
-        self.embedding.backward(saved, &dy, gradients)
+        self.embedding.backward(saved, &dy, pass, gradients)
     }
 
     fn weights(&self) -> Vec<&Tensor> {

@@ -5,7 +5,7 @@ import shutil
 import sys
 
 from runner import ROOT, Failed, json_lines
-from shapes import ONE_RANK, TINY, WIDE, attention_must_be_cudnn, bench_train, flags
+from shapes import FORMS, ONE_RANK, TINY, WIDE, attention_must_be_cudnn, bench_train, flags
 
 MODEL = ["--model", "examples/assets/shakespeare-llama", "--data", "examples/assets/alice.txt"]
 # Loading everything at once: a kernel that is loaded at its first use may wait for a GPU on which another rank waits for this one.
@@ -60,10 +60,23 @@ def window(run):
     return compared_operations(run, "window", ["70"])
 
 
-def compared_operations(run, what, arguments):
+def packed(run):
+    """Attention within documents of up to so many tokens, by cuDNN, all that come before and a window, in both forms of the backward pass."""
+    rows = {}
+    for name, variables in FORMS.items():
+        for seen in ("200", "30"):
+            what = f"packed {name} {seen}"
+            rows[what] = compared_operations(run, what, [seen, "90"], variables)
+    errors = {f"{what} {name}": error for what, row in rows.items() for name, error in row["errors"].items()}
+    worst = max((name for name in errors if not name.endswith((" y", " dx"))), key=errors.get)
+    return {"errors": errors, "result": f"farthest from f64: {worst} {errors[worst]:.1e}"}
+
+
+def compared_operations(run, what, arguments, variables=None):
     """A product and an attention against PyTorch's."""
-    file = run.folder / f"{what}.safetensors"
-    opened = json_lines(run.ours(what, "bench_gpu", ["cuda:0", "check", file, *arguments], COLD, attention_must_be_cudnn(run)))[-1]
+    file = run.folder / f"{what.replace(' ', '-')}.safetensors"
+    variables = attention_must_be_cudnn(run) | (variables or {})
+    opened = json_lines(run.ours(what, "bench_gpu", ["cuda:0", "check", file, *arguments], COLD, variables))[-1]
     check_attention(run, opened)
     errors = json_lines(run.torch(f"{what} torch", "bench_ops_torch.py", [torch_device(run), "check", file], COLD))[-1]
     bounds = {name: PRODUCT_BOUND if name in ("y", "dx") else ATTENTION_BOUND for name in errors}

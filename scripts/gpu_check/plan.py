@@ -28,6 +28,8 @@ PARTS = {
     "products": Part("first", 45, speed.products),
     "kernels": Part("first", 15, speed.kernels),
     "window": Part("first", 20, correct.window),
+    "packed": Part("first", 25, correct.packed),
+    "packed_attention": Part("first", 20, speed.packed_attention),
     "operations": Part("first", 60, correct.operations),
     "sanitizer": Part("first", 120, correct.sanitizer),
     "full": Part("second", 330, speed.full),

@@ -13,6 +13,8 @@ TINY = {"hidden-size": 32, "intermediate-size": 48, "layers": 2, "heads": 4, "kv
         "batch-size": 2, "steps": 2}
 # As wide, with an optimizer's state of 1.7 GB that passes through a disk in each step.
 OFFLOADED = {**SMALL, "layers": 2, "vocab-size": 8192, "seq-len": 1024, "batch-size": 4, "steps": 6}
+# Of cuDNN's backward pass, by what the environment says.
+FORMS = {"accumulating": {"CANDLE_TRAIN_DETERMINISTIC": "0"}, "deterministic": {"CANDLE_TRAIN_DETERMINISTIC": "1"}}
 ALL_BUT_NORMS = "proj|embed_tokens|lm_head"
 
 

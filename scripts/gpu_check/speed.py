@@ -2,12 +2,10 @@
 from clocks import sampled
 from correct import check_attention, torch_device
 from runner import Failed, json_lines
-from shapes import ALL_BUT_NORMS, LARGE, SMALL, TINY, attention_must_be_cudnn, flags, ours
+from shapes import ALL_BUT_NORMS, FORMS, LARGE, SMALL, TINY, attention_must_be_cudnn, flags, ours
 
 # Dense bf16 operations a second of an H100 or H200 (SXM), in 10^12, by NVIDIA's datasheets.
 PEAK_TFLOPS = 989
-# Of cuDNN's backward pass, by what the environment says.
-FORMS = {"accumulating": {"CANDLE_TRAIN_DETERMINISTIC": "0"}, "deterministic": {"CANDLE_TRAIN_DETERMINISTIC": "1"}}
 # Rows, in, out: the products of both models; those of gate and up, and of q, k and v, also as one.
 PRODUCTS = ["32768x2048x2048", "32768x2048x512", "32768x2048x3072", "32768x2048x8192", "32768x2048x16384", "32768x8192x2048",
             "4096x2048x128256", "4096x4096x4096", "4096x4096x1024", "4096x4096x14336", "4096x14336x4096"]
@@ -135,6 +133,24 @@ def attention(run):
     said = ", ".join(f"{name.removeprefix(f'd {last} ')} {value * 1e3:.2f} ms" for name, value in secs.items())
     return {"result": f"d {last}: {share:.1%} of {PEAK_TFLOPS} TFLOP/s; {said}", "goal": f">= 55% of {PEAK_TFLOPS} TFLOP/s",
             "value": share, "reached": share >= 0.55, "table": table, "failed": failed}
+
+
+def packed_attention(run):
+    """Attention within documents beside that of whole sequences of as many tokens, and of rows of one document each, as --no-packing has
+    them: padded to the longest, of which there are about twice as many tokens."""
+    b, t, heads, kv_heads, d, longest = (2, 16, 4, 2, 16, 5) if run.smoke else (8, 4096, 32, 8, 64, 1024)
+    cases = {"packed": [b, t, heads, kv_heads, d, t, longest], "whole": [b, t, heads, kv_heads, d],
+             "padded": [2 * b * t // longest, longest, heads, kv_heads, d]}
+    table = {}
+    for name, sizes in cases.items():
+        lines = json_lines(run.ours(f"attention {name}", "bench_gpu", ["cuda:0", "attention", *sizes], 40, attention_must_be_cudnn(run)))
+        check_attention(run, lines[-1])
+        table |= {f"{name} {line['op'].removeprefix('packed ')}": line for line in lines[:-1]}
+    secs = {name: table[f"{name} forward"]["secs"] + table[f"{name} backward"]["secs"] for name in cases}
+    said = ", ".join(f"{name} {value * 1e3:.2f} ms" for name, value in secs.items())
+    return {"result": f"documents of up to {longest} tokens, {b} sequences of {t}, forward and backward: {said}",
+            "goal": "faster than whole sequences", "value": secs["packed"] / secs["whole"],
+            "reached": run.smoke or secs["packed"] < secs["whole"], "table": table}
 
 
 def products(run):

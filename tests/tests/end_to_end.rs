@@ -13,6 +13,8 @@ mod tensors;
 
 #[path = "end_to_end/combinations.rs"]
 mod combinations;
+#[path = "end_to_end/custom_data.rs"]
+mod custom_data;
 #[path = "end_to_end/degrees.rs"]
 mod degrees;
 #[path = "end_to_end/determinism.rs"]
@@ -29,6 +31,8 @@ mod faults;
 mod frozen;
 #[path = "end_to_end/generating.rs"]
 mod generating;
+#[path = "end_to_end/halves.rs"]
+mod halves;
 #[path = "end_to_end/layouts.rs"]
 mod layouts;
 #[path = "end_to_end/lora.rs"]

@@ -29,6 +29,9 @@ impl TrainingRun<'_> {
         if let Some(idle) = training.without_effect(flags, ranks) {
             print_line(&idle);
         }
+        if let Some(note) = training.layout.recompute.note() {
+            print_line(note);
+        }
         for warning in &self.data.warnings {
             eprintln!("warning: {warning}");
         }
@@ -71,7 +74,7 @@ impl TrainingRun<'_> {
 
     /// Says what is trained and what memory it takes. Every rank must call it, and the first one says it.
     pub(crate) fn announce(&self, trainer: &Trainer, mesh: &Mesh) -> Result<()> {
-        let params = trainer.stage().params();
+        let params = trainer.part().params();
         let expected = params.expected_memory(self.expected_activations(trainer, mesh));
         let expected = trainer.memory_of_largest_rank(expected)?;
         if mesh.world.rank() != 0 {
@@ -133,12 +136,12 @@ impl TrainingRun<'_> {
         let num_micro_batches = per_rank.div_ceil(batches.micro_batch_size);
         let in_flight = match Schedule::from(layout.schedule) {
             Schedule::OneForwardOneBackward => pp - mesh.pp.rank(),
-            Schedule::GPipe => num_micro_batches,
+            _ => num_micro_batches,
         };
         let num_tokens = batches.micro_batch_size * batches.sequences.seq_len;
         let of_token = CausalLm::tape_bytes_per_token(
             &self.config,
-            trainer.stage(),
+            trainer.part(),
             mesh.tp.world_size(),
             layout.recompute.into(),
         );

@@ -193,12 +193,12 @@ impl CheckpointArgs {
         (run, resumed): (&str, Option<&TrainingCheckpoint>),
         of_best: Option<&Path>,
     ) -> Result<Option<(CheckpointSaver, Option<usize>)>> {
-        let (folder, every) = match (&self.save_dir, of_best) {
-            (Some(dir), _) => ((dir.as_path(), self.keep), self.save_every),
-            (None, Some(dir)) => ((dir, 1), None),
+        let (dir, keep, every) = match (&self.save_dir, of_best) {
+            (Some(dir), _) => (dir.as_path(), self.keep, self.save_every),
+            (None, Some(dir)) => (dir, 1, None),
             (None, None) => return Ok(None),
         };
-        let saver = CheckpointSaver::new(world, folder, resumed)?;
+        let saver = CheckpointSaver::new(world, dir, keep, resumed)?;
         let saver = match resumed {
             Some(_) => saver,
             None => saver.with_run(run),

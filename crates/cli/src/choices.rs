@@ -45,17 +45,25 @@ pub enum LrScheduleChoice {
 pub enum RecomputeChoice {
     /// Keep what the backward pass reads, but for what takes next to no time to compute again, as norms and activations
     None,
-    /// Keep the results of matrix products and of attention only; for the model families of this program the same as none
+    /// The same as none, which keeps the results of matrix products and of attention and little else
     Selective,
     /// Keep the input of each decoder layer and run its forward pass again
     Full,
 }
 
+impl RecomputeChoice {
+    /// What a user is to know of the choice.
+    pub fn note(self) -> Option<&'static str> {
+        matches!(self, Self::Selective).then_some(
+            "--recompute selective trains as none does: what is cheap to compute again is never kept",
+        )
+    }
+}
+
 impl From<RecomputeChoice> for Recompute {
     fn from(choice: RecomputeChoice) -> Self {
         match choice {
-            RecomputeChoice::None => Recompute::None,
-            RecomputeChoice::Selective => Recompute::Selective,
+            RecomputeChoice::None | RecomputeChoice::Selective => Recompute::None,
             RecomputeChoice::Full => Recompute::Full,
         }
     }

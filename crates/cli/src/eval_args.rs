@@ -55,11 +55,9 @@ impl EvalArgs {
 
     /// An evaluation of `batches`, when these flags ask for it.
     pub fn evaluation(&self, batches: EvalBatches, history: EvalHistory) -> Evaluation {
-        Evaluation {
-            batches,
-            every: self.eval_every,
-            patience: self.patience,
-            history,
-        }
+        Evaluation::new(move || batches.iter())
+            .with_every(self.eval_every)
+            .with_patience(self.patience)
+            .with_history(history)
     }
 }

@@ -146,13 +146,7 @@ mod tests {
 
     /// A checkpoint of a model whose embedding and head have 16 MiB each in f32.
     fn save(dir: &Path) -> Result<()> {
-        let degrees = Degrees {
-            pp: 1,
-            dp: 1,
-            cp: 1,
-            tp: 1,
-        };
-        let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), degrees)?;
+        let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default())?;
         let config = json!({
             "model_type": "llama", "vocab_size": 32768, "hidden_size": 128, "intermediate_size": 8,
             "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
@@ -161,11 +155,11 @@ mod tests {
         })
         .to_string();
         let vb = ParamStore::init(5).builder(DType::BF16, &Device::Cpu);
-        let stage = CausalLm::stage(&ModelConfig::from_json(&config)?, &mesh, &vb)?;
-        let params = stage.params();
+        let part = CausalLm::part(&ModelConfig::from_json(&config)?, &mesh, &vb)?;
+        let params = part.params();
         let optimizer = DistributedOptimizer::adamw(params, &mesh, AdamWConfig::default())?;
         let sidecars = vec![("config.json".to_string(), config.into_bytes())];
-        let saver = CheckpointSaver::new(&mesh.world, (dir, 1), None)?;
+        let saver = CheckpointSaver::new(&mesh.world, dir, 1, None)?;
         let mut saver = saver.with_sidecars(sidecars);
         let record = serde_json::to_value(TrainingRecord::default()).unwrap();
         saver.start(&optimizer, 1, record)?;

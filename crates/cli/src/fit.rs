@@ -55,6 +55,7 @@ impl TrainingRun<'_> {
                         progress.println(&evaluation.in_words());
                         Some(evaluation.into())
                     }
+                    _ => None,
                 };
                 if let Some(line) = line {
                     logs.log(&line, |warning| progress.println(warning));

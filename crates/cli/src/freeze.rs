@@ -33,6 +33,9 @@ impl FreezeArgs {
     }
 
     /// An error, the same on every rank, if the pattern froze nothing or left nothing to train.
+    ///
+    /// # Errors
+    /// The pattern, with the names it could have meant.
     pub fn check(&self, params: &Parameters) -> Result<()> {
         let Some(pattern) = &self.freeze else {
             return Ok(());

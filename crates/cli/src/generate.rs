@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{Result, bail};
-use candle_parallel::{Adapter, ParamStore, Stage};
+use candle_parallel::{Adapter, ModelPart, ParamStore, Pipeline, Schedule};
 use candle_train::hub::resolve_model;
 use candle_train::{ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
 use candle_train_models::{CausalLm, ModelConfig};
@@ -97,7 +97,8 @@ struct Model {
 pub(crate) struct Writer<'a> {
     model: &'a Model,
     mesh: Mesh,
-    stage: Stage,
+    part: ModelPart,
+    pipeline: Pipeline,
     sampler: Sampler,
     /// Whether it has been said how texts are made.
     has_told: bool,
@@ -131,10 +132,8 @@ impl Generate {
     /// Writes to stdout.
     pub fn run(&self) -> Result<()> {
         let degrees = Degrees {
-            pp: 1,
-            dp: 1,
-            cp: 1,
             tp: self.tp,
+            ..Degrees::default()
         };
         if self.prompt.is_none() && !self.chat {
             bail!("there is nothing to continue: neither --prompt nor --chat is given");
@@ -219,7 +218,6 @@ impl Generate {
         }
         Ok(Model {
             limits: GenerateConfig {
-                vocab_size: config.vocab_size,
                 max_context: config.max_seq_len(),
                 max_new_tokens: self.max_new_tokens,
                 eos_ids,
@@ -307,7 +305,8 @@ impl Generate {
         }
         let vb = store.builder(self.dtype.into(), mesh.world.device());
         Ok(Writer {
-            stage: CausalLm::stage(&model.config, &mesh, &vb)?,
+            part: CausalLm::part(&model.config, &mesh, &vb)?,
+            pipeline: Pipeline::new(Schedule::GPipe, &mesh),
             sampler: Sampler::new(model.sampling.clone())?,
             has_told: false,
             model,
@@ -368,8 +367,8 @@ impl Writer<'_> {
             Ok(())
         };
         let ids = generate(
-            &self.stage,
-            &self.mesh.pp,
+            &self.pipeline,
+            &self.part,
             prompt,
             &model.limits,
             &mut self.sampler,

@@ -20,6 +20,9 @@ pub struct LossScaleArgs {
 
 impl LossScaleArgs {
     /// The configuration for training in `dtype`; flags that would do nothing are an error.
+    ///
+    /// # Errors
+    /// Such a flag.
     pub fn config(self, dtype: DTypeChoice) -> Result<LossScaling> {
         let default = LossScaling::default();
         let config = LossScaling {

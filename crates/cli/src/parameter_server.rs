@@ -62,7 +62,7 @@ impl TrainingRun<'_> {
     }
 
     fn work(&self, mailbox: &Arc<Mailbox>, num_servers: usize) -> Result<()> {
-        let worker = Worker::join(mailbox, num_servers, |mesh| self.stage(mesh, false))?;
+        let worker = Worker::join(mailbox, num_servers, |mesh| self.part(mesh, false))?;
         let Some(worker) = worker else {
             return Ok(());
         };

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 
 use candle_comm::Mesh;
 use candle_core::{Result, bail};
-use candle_parallel::Stage;
+use candle_parallel::{ModelPart, Pipeline, Schedule};
 use candle_train::{Activity, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
 use candle_train_models::ModelConfig;
 use clap::Args;
@@ -53,14 +53,13 @@ impl SampleArgs {
 
 impl TrainingRun<'_> {
     /// Lets the model continue the prompt and prints it on the first rank. Every rank must call it.
-    pub(crate) fn print_sample(&self, title: &str, mesh: &Mesh, stage: &Stage) -> Result<()> {
+    pub(crate) fn print_sample(&self, title: &str, mesh: &Mesh, part: &ModelPart) -> Result<()> {
         let (args, config, tokenizer) = (self.samples, &self.config, &self.tokenizer);
         let Some(text) = args.prompt() else {
             return Ok(());
         };
         let prompt = tokenizer.encode_prompt(text)?;
         let limits = GenerateConfig {
-            vocab_size: config.vocab_size,
             max_context: config.max_seq_len(),
             max_new_tokens: args.sample_tokens,
             eos_ids: [config.eos_token_ids.as_slice(), &[tokenizer.eos_id()]].concat(),
@@ -72,10 +71,11 @@ impl TrainingRun<'_> {
             seed: self.training.batches.seed,
             ..SamplingConfig::default()
         })?;
+        let pipeline = Pipeline::new(Schedule::GPipe, mesh);
         let is_first = mesh.world.rank() == 0;
         let sampling = is_first.then(|| Activity::start("writing a sample"));
         let go_on = |_: &[u32]| Ok(ControlFlow::Continue(()));
-        let ids = generate(stage, &mesh.pp, &prompt, &limits, &mut sampler, go_on)?;
+        let ids = generate(&pipeline, part, &prompt, &limits, &mut sampler, go_on)?;
         drop(sampling);
         if is_first {
             let text = tokenizer.decode(&[prompt, ids].concat())?;

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use candle_core::Result;
 use candle_parallel::checkpoint::HfSave;
-use candle_train::{Activity, Batches, Trainer};
+use candle_train::{Activity, Batches, DataPosition, Trainer};
 
 use crate::output::print_error;
 use crate::stop::{Left, Stopped, newest_checkpoint};
@@ -21,7 +21,7 @@ pub(crate) fn leave(
     let step = trainer.step();
     let saving = is_first.then(|| Activity::start("saving a checkpoint"));
     let outcome = match batches {
-        Some(batches) => trainer.save_checkpoint(batches)?,
+        Some(batches) => trainer.save_checkpoint(DataPosition::of(batches, step)?)?,
         None => None,
     };
     drop(saving);
@@ -57,7 +57,7 @@ pub(crate) fn leave(
 /// Saves the model. Every rank must call it.
 pub(crate) fn save_model(trainer: &Trainer, save: &HfSave, is_first: bool) -> Result<()> {
     let _saving = is_first.then(|| {
-        let total = save.num_bytes(trainer.stage().params()).ok();
+        let total = save.num_bytes(trainer.part().params()).ok();
         let written = save.num_written_bytes.clone();
         let done = move || written.load(Ordering::Relaxed);
         Activity::of_bytes("saving the model", total, done)

@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 
 use crate::number::whole;
 
-/// How ranks work together.
+/// The flags that say how ranks share the work: as a mesh, or as workers and servers.
 #[derive(Args, Clone, Debug)]
 pub struct StrategyArgs {
     /// How ranks work together

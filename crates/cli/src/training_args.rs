@@ -139,7 +139,7 @@ pub(crate) struct BatchArgs {
     pub gradient_accumulation_steps: Option<usize>,
     #[command(flatten)]
     pub sequences: SequenceArgs,
-    /// Whether replicas may have shares of a step that differ by one: as many as the ranks make, which may be any number.
+    /// Whether the number of replicas need not divide the global batch: shares of a step then differ by at most one sample.
     #[arg(skip)]
     pub uneven: bool,
     /// Optimizer steps, in place of --epochs [default: as many as --epochs takes]

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result};
 use candle_launch::PEER_FAILED_EXIT_CODE;
 use candle_ops::GpuState;
 use candle_parallel::checkpoint::{HfSave, with_config_dtype};
-use candle_parallel::{ParamStore, Stage, agree};
+use candle_parallel::{ModelPart, ParamStore, agree};
 use candle_train::{
     Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, ParameterServer,
     Tokenizer, TrainConfig, Trainer, TrainingRecord, explain_out_of_memory,
@@ -109,8 +109,8 @@ impl InitialWeights {
         let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default())?;
         // Zeros of this type cost nothing until they are written to.
         let vb = store.builder(DType::F32, &Device::Cpu);
-        let stage = CausalLm::stage(config, &mesh, &vb)?;
-        training.optimizer.freeze.check(stage.params())
+        let part = CausalLm::part(config, &mesh, &vb)?;
+        training.optimizer.freeze.check(part.params())
     }
 }
 
@@ -301,27 +301,27 @@ impl TrainingRun<'_> {
             Err(err) => return Ok(End::Refused(err)),
         };
         let is_first = mesh.world.rank() == 0;
-        let stage = self.stage(mesh, is_first)?;
+        let part = self.part(mesh, is_first)?;
         if let Some(server) = &server {
-            server.bound_messages(stage.params())?;
+            server.bound_messages(part.params())?;
         }
         let last_title = match &self.initial_weights {
             InitialWeights::Random => "sample",
             InitialWeights::Checkpoint(_) => {
                 if resumed.is_none() {
-                    self.print_sample("before", mesh, &stage)?;
+                    self.print_sample("before", mesh, &part)?;
                 }
                 "after"
             }
         };
-        let flops = self.flops(ranks, &stage, mesh.world.device())?;
+        let flops = self.flops(ranks, &part, mesh.world.device())?;
         let mut train = train.clone();
         if let Some(resumed) = &resumed {
             train.lr_schedule.num_steps = self.num_steps(&train, resumed)?;
         }
         let trainer = match server {
-            None => Trainer::new(train, mesh, stage)?,
-            Some(server) => Trainer::of_server(train, mesh, stage, server)?,
+            None => Trainer::new(train, mesh, part)?,
+            Some(server) => Trainer::of_server(train, mesh, part, server)?,
         };
         let mut trainer = trainer.with_flops(flops);
         let losses = resumed.as_ref().map(|resumed| resumed.losses.clone());
@@ -394,7 +394,7 @@ impl TrainingRun<'_> {
             let folders: Vec<&Path> = folders.chain(training.checkpoints.folders()).collect();
             take_best(&mut trainer, mesh, &folders)?;
         }
-        self.print_sample(last_title, mesh, trainer.stage())?;
+        self.print_sample(last_title, mesh, trainer.part())?;
         save_model(&trainer, save, is_first)?;
         Ok(match trainer.num_checkpoints_failed() {
             0 => End::Complete,
@@ -419,7 +419,7 @@ impl TrainingRun<'_> {
     }
 
     /// A rank's part of the model with its initial weights; one rank shows how far it has read them.
-    pub(crate) fn stage(&self, mesh: &Mesh, is_first: bool) -> Result<Stage> {
+    pub(crate) fn part(&self, mesh: &Mesh, is_first: bool) -> Result<ModelPart> {
         let training = self.training;
         let store = self
             .initial_weights
@@ -431,15 +431,15 @@ impl TrainingRun<'_> {
         });
         let store = store.with_data_parallel(training.data_parallel());
         let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
-        let stage = CausalLm::stage(&self.config, mesh, &vb)
+        let part = CausalLm::part(&self.config, mesh, &vb)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
         drop(loading);
-        training.optimizer.freeze.check(stage.params())?;
-        Ok(stage.with_recompute(|_| training.layout.recompute.into()))
+        training.optimizer.freeze.check(part.params())?;
+        Ok(part.with_recompute(|_| training.layout.recompute.into()))
     }
 
     /// The model's arithmetic, and that of all devices if this rank's is known.
-    fn flops(&self, ranks: &RunConfig, stage: &Stage, device: &Device) -> Result<ModelFlops> {
+    fn flops(&self, ranks: &RunConfig, part: &ModelPart, device: &Device) -> Result<ModelFlops> {
         let num_devices = match ranks.env.world_size() {
             1 => ranks.devices.len(),
             processes => processes,
@@ -450,7 +450,7 @@ impl TrainingRun<'_> {
         Ok(ModelFlops {
             per_token: flops_per_token(
                 &self.config,
-                stage.params(),
+                part.params(),
                 self.training.batches.sequences.seq_len,
             ),
             peak_per_sec: peak.map(|peak| peak * 1e12 * num_devices as f64),

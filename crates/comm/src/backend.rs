@@ -6,6 +6,7 @@ use crate::choices::named;
 
 /// What moves tensors between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Backend {
     /// Memory: all ranks are threads of this process.
     Local,

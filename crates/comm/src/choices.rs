@@ -49,6 +49,7 @@ named!(HalfSums, "for sums of half precision", F32 "f32", Native "native");
 
 /// Who adds large tensors over MPI. Largest values, and tensors of up to 2 KiB, are always reduced by us.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum MpiReduction {
     /// We do, so that every layout of ranks and hosts gives the same bits.
     #[default]

@@ -74,6 +74,9 @@ pub trait Communicator: Send + Sync {
     }
 
     /// Starts an operation.
+    ///
+    /// # Errors
+    /// The operation cannot start: the group has failed, or the request does not fit the backend.
     fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>>;
 
     /// A number that this rank's [`Operation::Split`] brings to the others, for the [`subgroup`](Self::subgroup) that follows.
@@ -84,10 +87,16 @@ pub trait Communicator: Send + Sync {
     /// A group of these ranks of this one, in this order, among them this rank, each with its
     /// [`subgroup_number`](Self::subgroup_number). Every rank of this group must call it, after an [`Operation::Split`], each with
     /// the new group that it is in.
+    ///
+    /// # Errors
+    /// The group has failed, or its ranks were split otherwise.
     fn subgroup(&self, ranks: &[usize], numbers: &[i64]) -> Result<Box<dyn Communicator>>;
 
     /// An error if the group has failed. On GPUs failures come late, and leave results unwritten: ask it after values have been
     /// read on the host, before they are believed. A backend whose waits wait for the results has nothing to say.
+    ///
+    /// # Errors
+    /// That of the group: which rank failed, and why.
     fn check(&self) -> Result<()> {
         Ok(())
     }

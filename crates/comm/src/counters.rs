@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 /// Calls of one operation and the bytes they moved.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OpCount {
     /// Number of calls.
     pub calls: u64,

@@ -2,6 +2,7 @@
 
 /// What can go wrong between ranks. Rank numbers are those of the world unless a group is named.
 #[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// An argument that this rank alone can tell is wrong.
     #[error("{0}")]

@@ -9,7 +9,7 @@ use candle_core::Result;
 
 use crate::{Error, ProcessGroup};
 
-/// The number of parts along each axis of a [`Mesh`](crate::Mesh).
+/// The number of parts along each axis of a [`Mesh`](crate::Mesh): `Degrees { dp: 2, ..Degrees::default() }`, as later versions have more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Degrees {
     /// Pipeline parallel: stages.
@@ -54,6 +54,7 @@ impl std::fmt::Display for Degrees {
 
 /// This rank's process group along each axis; `mesh.tp.rank()` is its coordinate.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Mesh {
     /// All ranks.
     pub world: ProcessGroup,

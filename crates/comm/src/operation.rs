@@ -61,6 +61,7 @@ pub enum Operation {
 /// Between two ranks of a group messages arrive in the order in which they were sent. All messages of a batch are in
 /// flight together, so two ranks that send to each other in one batch cannot deadlock.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Message<X> {
     /// Sends a tensor. It is copied at the start; the caller may write to it afterwards.
     Send {

@@ -104,6 +104,11 @@ impl<T> Pending<T> {
         self.work.0.as_ref()?.completed()
     }
 
+    /// Whether it is known to be complete; what is not may be so, too.
+    pub fn is_complete(&self) -> bool {
+        self.work.0.is_none() || self.completed().is_some()
+    }
+
     /// Blocks until the operation is complete and returns its result.
     ///
     /// # Errors

@@ -86,6 +86,14 @@ impl ProcessGroup {
         })
     }
 
+    /// The same group, whose operations are counted with those of `other` from now on.
+    pub fn counted_with(self, other: &Self) -> Self {
+        Self {
+            counters: other.counters.clone(),
+            ..self
+        }
+    }
+
     /// A world of one rank.
     pub fn single(device: Device) -> Self {
         Self::new(Box::new(Single(device)))

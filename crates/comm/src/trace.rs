@@ -41,6 +41,7 @@ pub enum SpanKind {
 
 /// An operation of a group of ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OpSpan {
     /// [Its name](crate::Operation::name).
     pub operation: &'static str,
@@ -67,6 +68,7 @@ pub struct Span {
 
 /// What a thread has recorded.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct Recording {
     /// In the order of their ends.
     pub spans: Vec<Span>,

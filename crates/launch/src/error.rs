@@ -2,6 +2,7 @@
 
 /// An error of this crate. Each is a sentence: what, where, expected, got; a last line `hint:` where the reader can act.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// The environment variables do not say who this process is.
     #[error("{0}")]

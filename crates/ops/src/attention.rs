@@ -4,15 +4,14 @@
 //! Never more than one block of rows of scores per thread: see [`crate::attention_blocks`].
 
 use crate::attention_blocks::AttentionBlocks;
+use crate::attention_spec::NAME;
 use crate::dispatch::on_cuda;
 use crate::element::by_float;
 use crate::host::HostF32;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::with_backward::with_backward3_of_result;
-use crate::{AttentionCode, AttentionSpec, OpOutput, ProductChoice};
+use crate::{AttentionCode, AttentionGrad, AttentionSpec, OpOutput, ProductChoice};
 use candle_core::{Device, Result, Tensor, bail};
-
-const NAME: &str = "causal_attention";
 
 /// Attention of each position to itself and the positions before it, all of them or those in the window and the document of `spec`:
 /// what lies outside is not computed but for the borders of blocks of 32 queries, so time is that of `t * window` scores, or of each
@@ -73,23 +72,6 @@ pub fn attention_forward(
 ) -> Result<(Tensor, Tensor)> {
     let (out, log_sum_exp) = forward(q, k, v, spec)?;
     Ok((out.into_tensor(), log_sum_exp))
-}
-
-/// What the forward pass read and returned, and the gradient of its output.
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionGrad<'a> {
-    /// `(b, t, hq, d)`.
-    pub q: &'a Tensor,
-    /// `(b, t, hkv, d)`.
-    pub k: &'a Tensor,
-    /// `(b, t, hkv, d)`.
-    pub v: &'a Tensor,
-    /// The output, of the shape of q. GPUs read it; on the CPU what it stands for is summed anew, in f32.
-    pub out: &'a Tensor,
-    /// `(b, hq, t)` f32.
-    pub log_sum_exp: &'a Tensor,
-    /// Gradient of the output, of the shape of q.
-    pub grad: &'a Tensor,
 }
 
 /// Gradients of `q`, `k` and `v`, in their shapes and dtype; outside any graph.

@@ -1,8 +1,28 @@
 //! What attention computes, beside its tensors.
 
 use crate::{DocumentStarts, HeadGroups};
-use candle_core::{Result, bail};
+use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
+
+/// What errors and timelines call the operation.
+pub(crate) const NAME: &str = "causal_attention";
+
+/// What the forward pass read and returned, and the gradient of its output.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionGrad<'a> {
+    /// `(b, t, hq, d)`.
+    pub q: &'a Tensor,
+    /// `(b, t, hkv, d)`.
+    pub k: &'a Tensor,
+    /// `(b, t, hkv, d)`.
+    pub v: &'a Tensor,
+    /// The output, of the shape of q. GPUs read it; on the CPU what it stands for is summed anew, in f32.
+    pub out: &'a Tensor,
+    /// `(b, hq, t)` f32.
+    pub log_sum_exp: &'a Tensor,
+    /// Gradient of the output, of the shape of q.
+    pub grad: &'a Tensor,
+}
 
 /// The factor of the scores, which head reads which, and how far back a query sees: in its window, and in its document.
 #[derive(Debug, Clone, PartialEq)]

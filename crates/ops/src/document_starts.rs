@@ -16,9 +16,24 @@ pub struct DocumentStarts(Arc<Starts>);
 struct Starts {
     /// Of each token, the index in its row of the first token of its document.
     starts: Vec<u32>,
+    /// Tokens of each document, row after row.
+    lens: Vec<usize>,
     dims: (usize, usize),
-    /// Copies on GPUs that asked for one.
-    on_gpus: Mutex<Vec<Tensor>>,
+    /// On GPUs that asked for them.
+    on_gpus: Mutex<Vec<(OnGpu, Tensor)>>,
+}
+
+/// What a GPU is given of documents.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum OnGpu {
+    /// Of each token where its document begins.
+    Starts,
+    /// Of each document where it begins in tensors with so many values for each token, and its length.
+    #[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
+    Ragged([usize; 3]),
+    /// Of each place of each document the token, with as many places as the longest may have.
+    #[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
+    Places,
 }
 
 impl DocumentStarts {
@@ -36,6 +51,7 @@ impl DocumentStarts {
                 starts.len()
             )
         }
+        let mut lens = Vec::new();
         for (row, starts) in starts.chunks(t.max(1)).enumerate() {
             for (i, &start) in starts.iter().enumerate() {
                 let before = i.checked_sub(1).map(|before| starts[before]);
@@ -47,10 +63,15 @@ impl DocumentStarts {
                         ))
                     )
                 }
+                match lens.last_mut() {
+                    Some(len) if start as usize != i => *len += 1,
+                    _ => lens.push(1),
+                }
             }
         }
         Ok(Self(Arc::new(Starts {
             starts,
+            lens,
             dims: (b, t),
             on_gpus: Mutex::default(),
         })))
@@ -75,14 +96,7 @@ impl DocumentStarts {
 
     /// Number of tokens of each document, row after row.
     pub fn lens(&self) -> impl Iterator<Item = usize> + '_ {
-        let mut positions = self.positions().peekable();
-        std::iter::from_fn(move || {
-            let mut len = positions.next()? as usize + 1;
-            while positions.next_if(|&position| position > 0).is_some() {
-                len += 1;
-            }
-            Some(len)
-        })
+        self.0.lens.iter().copied()
     }
 
     /// Where the document of token `i` of sequence `row` begins.
@@ -100,7 +114,22 @@ impl DocumentStarts {
     /// # Errors
     /// When the device cannot take them.
     pub fn on(&self, device: &Device) -> Result<Tensor> {
-        let copy = || upload(self.0.starts.clone(), self.0.dims, device);
+        self.on_gpu(OnGpu::Starts, device, || self.0.starts.clone())?
+            .reshape(self.0.dims)
+    }
+
+    /// The numbers on `device`; a GPU gets them once.
+    pub(crate) fn on_gpu(
+        &self,
+        what: OnGpu,
+        device: &Device,
+        numbers: impl FnOnce() -> Vec<u32>,
+    ) -> Result<Tensor> {
+        let copy = || {
+            let numbers = numbers();
+            let len = numbers.len();
+            upload(numbers, len, device)
+        };
         if device.is_cpu() {
             return copy();
         }
@@ -109,11 +138,14 @@ impl DocumentStarts {
             .on_gpus
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = copies.iter().find(|copy| copy.device().same_device(device)) {
+        let known = copies
+            .iter()
+            .find(|(known, copy)| *known == what && copy.device().same_device(device));
+        if let Some((_, known)) = known {
             return Ok(known.clone());
         }
         let copy = copy()?;
-        copies.push(copy.clone());
+        copies.push((what, copy.clone()));
         Ok(copy)
     }
 }

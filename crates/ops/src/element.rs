@@ -3,7 +3,7 @@
 
 use crate::in_place::HostValue;
 #[cfg(target_arch = "x86_64")]
-use crate::product::Lanes;
+use crate::product_lanes::Lanes;
 
 /// Only on x86 do products pack the values themselves.
 #[cfg(not(target_arch = "x86_64"))]

@@ -3,11 +3,12 @@
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
 use crate::element::{Element, by_float};
-use crate::half_precision::{by_half_precision, round_into as round_values};
+use crate::half_precision::{
+    add_values, by_half_precision, round_into as round_values, widen_values,
+};
 use crate::host::HostF32;
 use crate::host_floats::HostFloats;
 use crate::in_place::{len_must_be, must_not_share, write};
-use crate::vectorised::vectorised;
 use candle_core::{Result, Tensor};
 
 /// Writes, or adds if `add`, `values` to `dst`; outside any graph. Values of bf16 and f16 are widened.
@@ -60,28 +61,4 @@ fn put<T: Element>(dst: &mut [f32], add: bool, values: &[T]) {
             widen_values(dst, values);
         }
     });
-}
-
-/// `dst += values`, which are as many, on the calling thread.
-pub(crate) fn add_values<T: Element>(dst: &mut [f32], values: &[T]) {
-    vectorised(
-        #[inline(always)]
-        || {
-            for (dst, value) in dst.iter_mut().zip(values) {
-                *dst += value.widen();
-            }
-        },
-    );
-}
-
-/// `dst = values`, which are as many, on the calling thread.
-pub(crate) fn widen_values<T: Element>(dst: &mut [f32], values: &[T]) {
-    vectorised(
-        #[inline(always)]
-        || {
-            for (dst, value) in dst.iter_mut().zip(values) {
-                *dst = value.widen();
-            }
-        },
-    );
 }

@@ -3,8 +3,8 @@
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::dispatch::on_cuda;
 use crate::element::{Element, by_float};
-use crate::elements::add_values;
 use crate::filled::{filled, zeros};
+use crate::half_precision::add_values;
 use crate::host::HostU32;
 use crate::host_floats::HostFloats;
 use crate::in_place::write;

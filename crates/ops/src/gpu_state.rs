@@ -4,6 +4,7 @@ use candle_core::{Device, Result};
 
 /// A GPU: its name, its libraries and its memory, in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct GpuState {
     /// What its driver calls it.
     pub name: String,

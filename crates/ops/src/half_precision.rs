@@ -3,7 +3,6 @@
 
 use crate::chunks::{for_each_chunk, rows_per_chunk};
 use crate::element::Element;
-use crate::elements::widen_values;
 use crate::filled::filled;
 use crate::vectorised::vectorised;
 use half::{bf16, f16};
@@ -128,6 +127,30 @@ pub(crate) fn round_into<T: Element>(narrow: &mut [T], values: &[f32]) {
             },
         );
     });
+}
+
+/// `dst += values`, which are as many, on the calling thread.
+pub(crate) fn add_values<T: Element>(dst: &mut [f32], values: &[T]) {
+    vectorised(
+        #[inline(always)]
+        || {
+            for (dst, value) in dst.iter_mut().zip(values) {
+                *dst += value.widen();
+            }
+        },
+    );
+}
+
+/// `dst = values`, which are as many, on the calling thread.
+pub(crate) fn widen_values<T: Element>(dst: &mut [f32], values: &[T]) {
+    vectorised(
+        #[inline(always)]
+        || {
+            for (dst, value) in dst.iter_mut().zip(values) {
+                *dst = value.widen();
+            }
+        },
+    );
 }
 
 #[cfg(test)]

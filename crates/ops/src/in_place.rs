@@ -1,6 +1,5 @@
 //! Changing the values of a tensor where they are.
 
-use crate::element::Element;
 use crate::host_floats::HostFloats;
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
@@ -10,7 +9,7 @@ use std::marker::PhantomData;
 /// Lets `change` write the values of `xs`, the argument `what` of the operation `op`, of type `T`, and returns the tensor.
 ///
 /// Every tensor that shares the storage of `xs` changes with it; values that are not contiguous are copied first.
-pub(crate) fn in_place<T: Element>(
+pub(crate) fn in_place<T: HostValue>(
     op: &'static str,
     what: &str,
     xs: Tensor,

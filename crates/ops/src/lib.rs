@@ -23,7 +23,6 @@
 #![deny(unsafe_code)]
 
 mod adamw;
-mod amx_support;
 mod attention;
 mod attention_blocks;
 mod attention_code;
@@ -59,13 +58,17 @@ mod mapped;
 mod master_remainder;
 mod matmul_precision;
 mod matrix;
+mod matrix_product;
 mod op_output;
 mod op_timer;
 mod op_times;
 mod packed;
+mod processor;
 #[cfg(target_arch = "x86_64")]
 mod product;
 mod product_choice;
+#[cfg(target_arch = "x86_64")]
+mod product_lanes;
 mod profile;
 mod quantized;
 mod rms_norm;
@@ -80,9 +83,9 @@ mod vocab_shard;
 mod with_backward;
 
 pub use adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, adamw};
-pub use attention::{AttentionGrad, attention_backward, attention_forward, causal_attention};
+pub use attention::{attention_backward, attention_forward, causal_attention};
 pub use attention_code::AttentionCode;
-pub use attention_spec::AttentionSpec;
+pub use attention_spec::{AttentionGrad, AttentionSpec};
 pub use cross_entropy::cross_entropy;
 pub use device_choice::DeviceChoice;
 pub use document_starts::DocumentStarts;

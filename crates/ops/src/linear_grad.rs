@@ -4,11 +4,12 @@
 use crate::chunks::{SUMMED_ROWS, for_each_chunk, rows_per_partial, sum_partials};
 use crate::dispatch::on_cuda;
 use crate::element::{Element, by_float};
-use crate::elements::add_values;
+use crate::half_precision::add_values;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::in_place::{len_must_be, write};
 use crate::linear::{rows_of, weight_dims};
-use crate::matrix::{Addend, Matrix, MatrixMut, parallel_product};
+use crate::matrix::{Addend, Matrix, MatrixMut};
+use crate::matrix_product::parallel_product;
 use crate::op_timer;
 use crate::{OpOutput, ProductChoice};
 use candle_core::{DType, Result, Tensor, bail};

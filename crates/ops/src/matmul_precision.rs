@@ -1,7 +1,7 @@
 //! How exact products of f32 are.
 
 use crate::ProductChoice;
-use crate::amx_support::has_amx;
+use crate::processor::has_amx;
 use candle_core::Device;
 use std::fmt::{Display, Formatter};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};

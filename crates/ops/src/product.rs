@@ -16,7 +16,6 @@ mod blocks;
 mod caches;
 mod emulated;
 mod kernel;
-mod lanes;
 mod packed;
 mod packing;
 mod registers;
@@ -25,14 +24,13 @@ mod transpose;
 
 use crate::element::Element;
 use crate::matrix::{Addend, Factors, MatrixMut};
+use crate::processor::has_avx512;
 use crate::{MatmulPrecision, ProductChoice};
 pub(crate) use amx::Amx;
 use blocks::multiply;
 use candle_core::DType;
-pub(crate) use lanes::Lanes;
 pub(crate) use packed::Small;
-use registers::has_avx512;
-pub(crate) use registers::{Dots, MultiplyAdds, has_avx512_bf16};
+pub(crate) use registers::{Dots, MultiplyAdds};
 
 /// With fewer rows or columns than this, tiles are mostly empty.
 const MIN_EXTENT: usize = 28;
@@ -114,12 +112,13 @@ mod tests {
     use super::emulated::{self, TilePairs};
     use super::kernel::Kernel;
     use super::packing::Panel;
-    use super::registers::{Dots, MultiplyAdds, has_avx512, has_avx512_bf16};
+    use super::registers::{Dots, MultiplyAdds};
     use crate::ProductChoice;
-    use crate::amx_support::has_amx;
     use crate::element::Element;
     use crate::lines::Line;
     use crate::matrix::{Addend, Matrix, MatrixMut};
+    use crate::processor::has_amx;
+    use crate::processor::{has_avx512, has_avx512_bf16};
     use half::{bf16, f16};
     use rayon::prelude::*;
 

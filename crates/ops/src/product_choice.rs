@@ -1,8 +1,8 @@
 //! With what a CPU multiplies matrices, if the environment says it.
 
-use crate::amx_support::has_amx;
+use crate::processor::has_amx;
 #[cfg(target_arch = "x86_64")]
-use crate::product::has_avx512_bf16;
+use crate::processor::has_avx512_bf16;
 use candle_core::{Error, Result};
 use std::fmt::{Display, Formatter};
 use std::str::FromStr;

@@ -27,6 +27,7 @@ pub struct OpTime {
 /// rounding of what it gives; an operation that another one calls is part of that one, so products of attention count in
 /// attention. Each thread can have a profile of its own.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Profile {
     /// Seconds from start to end, on a GPU by its clock.
     pub total_secs: f64,

@@ -78,7 +78,7 @@ impl Checksums {
             for Checksum { what, place, sum } in sums {
                 let (first, expected) = *seen.entry((what.clone(), place)).or_insert((rank, sum));
                 if difference.is_none() && sum != expected {
-                    difference = Some(what.differs((first, rank), when));
+                    difference = Some(what.differs(first, rank, when));
                 }
             }
         }
@@ -91,7 +91,7 @@ impl Checksums {
 
 impl Shared {
     /// Says that two ranks have different ones.
-    fn differs(&self, (first, second): (usize, usize), when: &str) -> String {
+    fn differs(&self, first: usize, second: usize, when: &str) -> String {
         let (what, why) = match self {
             Self::Value(name) => (format!("value of parameter {name}"), HELD),
             Self::Gradient(name) => (format!("gradient of parameter {name}"), HELD),

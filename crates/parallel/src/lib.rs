@@ -1,12 +1,12 @@
 //! Parallel layers, tape, pipeline, gradients, ZeRO optimizer and checkpoints for candle.
 //!
-//! A model is a chain of [`Block`]s, cut into [`Stage`]s. A [`Pipeline`] runs micro-batches through them and adds to
-//! [`Gradients`], which are summed over the ranks while it still computes; a [`DistributedOptimizer`] updates. A whole program, on
-//! four ranks that are threads: two pipeline stages of two tensor-parallel ranks.
+//! A model is a chain of [`Block`]s, cut into stages, of which each rank has one or several: its [`ModelPart`]. A [`Pipeline`] runs
+//! micro-batches through them, each a [`Pass`], and adds to [`Gradients`], which are summed over the ranks while it still computes; a
+//! [`DistributedOptimizer`] updates. A whole program, on four ranks that are threads: two pipeline stages of two tensor-parallel ranks.
 //!
 //! ```
 //! use candle_comm::{Degrees, Mesh, launch};
-//! use candle_core::{DType, Device, Module, Result, Tensor};
+//! use candle_core::{DType, Device, Result, Tensor};
 //! use candle_parallel::*;
 //!
 //! const VOCAB: usize = 16;
@@ -15,28 +15,28 @@
 //! /// x + down(gelu(up(x))), the hidden features of `up` divided over the tensor-parallel ranks.
 //! struct Mlp(ColumnParallelLinear, RowParallelLinear);
 //! impl PlainBlock for Mlp {
-//!     fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-//!         xs + self.1.forward(&self.0.forward(xs)?.gelu()?)?
+//!     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+//!         let inner = in_graph(&self.0, xs, pass)?.gelu()?;
+//!         xs + in_graph(&self.1, &inner, pass)?
 //!     }
 //! }
 //!
 //! /// Logits, the vocabulary divided over the tensor-parallel ranks, and the sum of the losses.
-//! struct Head(ColumnParallelLinear, Shard, Mesh);
-//! impl PlainBlock for Head {
-//!     fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-//!         let logits = self.0.forward(xs)?.flatten_to(1)?;
-//!         let Some(targets) = &batch.targets else {
-//!             candle_core::bail!("this model is only trained: it needs targets");
-//!         };
-//!         vocab_parallel_cross_entropy(&logits, &targets.flatten_all()?, &self.1, &self.2.tp)?.sum_all()
+//! struct LastBlock(ColumnParallelLinear, Shard, Mesh);
+//! impl PlainHead for LastBlock {
+//!     fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
+//!         let logits = in_graph(&self.0, xs, pass)?.flatten_to(1)?;
+//!         let targets = pass.targets()?.flatten_all()?;
+//!         let losses = vocab_parallel_cross_entropy(&logits, &targets, &self.1, &self.2.tp)?;
+//!         Ok(Loss::new(losses.sum_all()?, pass.num_targets()? as f64))
 //!     }
 //! }
 //!
 //! fn main() -> Result<()> {
 //!     let losses = launch::threads(4, |world| {
-//!         let mesh = Mesh::new(world, Degrees { pp: 2, dp: 1, cp: 1, tp: 2 })?;
+//!         let mesh = Mesh::new(world, Degrees { pp: 2, tp: 2, ..Degrees::default() })?;
 //!         let vb = ParamStore::init(0).with_data_parallel(ZeroStage::Two).builder(DType::F32, mesh.world.device());
-//!         let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| {
+//!         let part = ModelPart::build(&mesh, &vb, 4, HIDDEN, |index, vb| {
 //!             let vb = vb.pp("blocks").pp(index);
 //!             Ok(match index {
 //!                 0 => layer_block(vocab_parallel_embedding(VOCAB, HIDDEN, &mesh.tp, vb)?),
@@ -44,7 +44,7 @@
 //!                     column_parallel_linear(HIDDEN, 4 * HIDDEN, true, &mesh.tp, vb.pp("up"))?,
 //!                     row_parallel_linear(4 * HIDDEN, HIDDEN, true, &mesh.tp, vb.pp("down"))?,
 //!                 )),
-//!                 _ => plain_block(Head(
+//!                 _ => plain_head(LastBlock(
 //!                     column_parallel_linear(HIDDEN, VOCAB, false, &mesh.tp, vb)?,
 //!                     Shard::even(0, VOCAB, &mesh.tp)?,
 //!                     mesh.clone(),
@@ -52,16 +52,16 @@
 //!             })
 //!         })?;
 //!         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-//!         let mut gradients = Gradients::new(stage.params(), &mesh)?;
+//!         let mut gradients = Gradients::new(part.params(), &mesh)?;
 //!         let config = AdamWConfig::default();
-//!         let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+//!         let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, config)?;
 //!         // Each token is followed by the next one.
 //!         let tokens = Tensor::arange(0u32, VOCAB as u32, &Device::Cpu)?.reshape((2, 8))?;
 //!         let targets = Tensor::from_iter((1..=VOCAB).map(|id| (id % VOCAB) as u32), &Device::Cpu)?;
-//!         let batch = MicroBatch { tokens, targets: Some(targets.reshape((2, 8))?), documents: None, past: None };
+//!         let batch = Pass::train(tokens, targets.reshape((2, 8))?);
 //!         let mut losses = Vec::new();
 //!         for _step in 0..40 {
-//!             pipeline.forward_backward(&stage, &[batch.clone()], &mut gradients)?;
+//!             pipeline.forward_backward(&part, &[batch.clone()], &mut gradients)?;
 //!             let report = optimizer.step(&mut gradients, 1e-2, Some(1.0))?;
 //!             losses.push(report.loss.mean);
 //!         }
@@ -78,7 +78,8 @@
 //! | `params` | how a parameter lies on the mesh ([`Placement`]), where it comes from ([`ParamStore`]), its bucket |
 //! | `layers` | [`Layer`], the tensor-parallel ones, and the [`regions`] between them |
 //! | `lora` | [`LoraConfig`]: low-rank adapters beside linear layers, [`LowRank`], and `peft`'s folders |
-//! | `pipeline` | [`Block`], [`Stage`] and its tape, [`Schedule`], [`Pipeline`] |
+//! | `pass` | [`Pass`], and where gradients of weights go: [`GradientSink`] |
+//! | `pipeline` | [`Block`], [`ModelPart`] and its tapes, [`Schedule`], [`Pipeline`] |
 //! | `gradients` | [`Gradients`], their reduction over the mesh, norm and loss |
 //! | `optimizer` | [`Optimizer`], the rule; [`DistributedOptimizer`], which divides its work over replicas |
 //! | `memory` | [`MemoryMeter`]: the bytes that a rank holds, by what they are for |
@@ -88,39 +89,43 @@
 mod agreement;
 pub mod checkpoint;
 mod checksums;
+mod files;
 mod gradients;
 mod layers;
 mod lora;
 mod memory;
 mod optimizer;
 mod params;
+mod pass;
 mod pipeline;
+mod pipeline_layout;
+mod placement;
 
 pub use agreement::agree;
 pub use gradients::{GradientSums, Gradients, ReducedGradients, ReducedLoss};
 pub use layers::{
-    ColumnParallelLinear, GradientSink, HeadPartition, Layer, RowParallelLinear,
-    VocabParallelEmbedding, column_parallel_backward, column_parallel_linear,
+    ColumnParallelLinear, Head, HeadPartition, Layer, LowRank, RowParallelLinear,
+    VocabParallelEmbedding, VocabParallelHead, column_parallel_backward, column_parallel_linear,
     column_parallel_linear_shard, in_graph, linear_cross_entropy, linear_predictions, regions,
     row_parallel_linear, row_parallel_linear_shard, vocab_parallel_cross_entropy,
-    vocab_parallel_embedding,
+    vocab_parallel_embedding, vocab_parallel_head,
 };
-pub use lora::{
-    ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, LoraTargets, LowRank,
-};
+pub use lora::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, LoraTargets};
 pub use memory::{
-    Held, MemoryCategory, MemoryMeter, MemoryReport, MemoryUse, PlannedParam, count_memory_with,
-    planned_memory,
+    MemoryCategory, MemoryGuard, MemoryMeter, MemoryReport, MemoryUse, count_memory_with,
 };
 pub use optimizer::{
-    AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Offload, Optimizer, OptimizerState,
-    ParamGroup, ParamSlice, SliceWeight, StepReport, UpdateStep,
+    AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Needs, Offload, Optimizer,
+    OptimizerState, ParamGroup, ParamMatrix, ParamSlice, SliceWeight, StepReport, UpdateStep,
 };
 pub use params::{
-    CatalogEntry, DataParallel, Gradient, Holder, Param, ParamBuilder, ParamStore, Parameters,
-    Placement, ReduceType, Shard, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage, part,
+    CatalogEntry, DataParallel, Holder, Param, ParamBuilder, ParamStore, Parameters, PlannedParam,
+    ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage, planned_memory,
 };
+pub use pass::{GradientSink, KeyValueCache, Loss, Pass, PassReport, WeightGrad, WeightHalf};
 pub use pipeline::{
-    Backward, Block, EvalSums, Instruction, KeyValueCache, MicroBatch, Pass, PassReport, Pipeline,
-    PlainBlock, Recompute, Schedule, Stage, Tape, layer_block, plain_block, stage_blocks,
+    Block, EvalSums, Instruction, Instructions, ModelPart, Pipeline, PlainBlock, PlainHead,
+    Recompute, Schedule, Unit, head_block, layer_block, pack, plain_block, plain_head, unpack,
 };
+pub use pipeline_layout::{PipelineLayout, stage_blocks};
+pub use placement::{Gradient, Placement, Shard, part};

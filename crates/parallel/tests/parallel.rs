@@ -22,6 +22,8 @@ mod folder;
 mod frozen_format;
 #[path = "parallel/half_precision.rs"]
 mod half_precision;
+#[path = "parallel/halves.rs"]
+mod halves;
 #[path = "parallel/head_partition.rs"]
 mod head_partition;
 #[path = "parallel/inputs.rs"]
@@ -48,6 +50,8 @@ mod non_finite;
 mod offload;
 #[path = "parallel/optimizer.rs"]
 mod optimizer;
+#[path = "parallel/optimizer_matrix.rs"]
+mod optimizer_matrix;
 #[path = "parallel/optimizer_rule.rs"]
 mod optimizer_rule;
 #[path = "parallel/output_folder.rs"]
@@ -58,6 +62,8 @@ mod overlap;
 mod param_store;
 #[path = "parallel/placement.rs"]
 mod placement;
+#[path = "parallel/plain_blocks.rs"]
+mod plain_blocks;
 #[path = "parallel/reader.rs"]
 mod reader;
 #[path = "parallel/reduce_mean.rs"]

@@ -9,12 +9,13 @@
 use std::ops::Range;
 
 use candle_core::{Device, Result, bail};
-use candle_parallel::MicroBatch;
+use candle_parallel::Pass;
 use serde::{Deserialize, Serialize};
 
 use crate::rows::micro_batch_of;
 use crate::sample_order::SampleOrder;
 use crate::samples::Samples;
+use crate::training_data::Filling;
 
 /// Most tokens of one optimizer step: far beyond what is trained with, and their products fit any integer.
 const MAX_TOKENS_PER_STEP: u128 = 1 << 31;
@@ -87,12 +88,6 @@ pub struct Batches {
 struct StepSamples {
     epoch: usize,
     places: Range<usize>,
-}
-
-/// Positions of a step over all data-parallel ranks, and the tokens of the data at them.
-struct Filling {
-    num_tokens: usize,
-    num_positions: usize,
 }
 
 impl Batches {
@@ -213,7 +208,7 @@ impl Batches {
     ///
     /// # Errors
     /// The tokens cannot be read, the device refuses the tensors, or the step is so large that its positions overflow.
-    pub fn batch(&self, step: usize) -> Result<Vec<MicroBatch>> {
+    pub fn batch(&self, step: usize) -> Result<Vec<Pass>> {
         let step = self.step_samples(step)?;
         let mut share = self.share(&step, self.dp_rank);
         let micro_batches = (0..self.num_micro_batches_of(&step)).map(|_| {
@@ -234,27 +229,11 @@ impl Batches {
         Ok(self.position(step)? as f64 / self.num_samples() as f64)
     }
 
-    /// The fraction of positions of `step` that hold no token of the data, over all data-parallel ranks.
+    /// How far `step` fills its micro-batches, over all data-parallel ranks.
     ///
     /// # Errors
     /// As [`Self::position`].
-    pub fn padding(&self, step: usize) -> Result<f64> {
-        let Filling {
-            num_tokens,
-            num_positions,
-        } = self.filling(step)?;
-        Ok(1.0 - num_tokens as f64 / num_positions as f64)
-    }
-
-    /// The positions of the micro-batches of `step`, over all data-parallel ranks.
-    ///
-    /// # Errors
-    /// As [`Self::position`].
-    pub fn num_positions(&self, step: usize) -> Result<usize> {
-        Ok(self.filling(step)?.num_positions)
-    }
-
-    fn filling(&self, step: usize) -> Result<Filling> {
+    pub fn filling(&self, step: usize) -> Result<Filling> {
         let step = self.step_samples(step)?;
         let (mut num_tokens, mut num_positions) = (0, 0);
         for dp_rank in 0..self.dp_world_size {

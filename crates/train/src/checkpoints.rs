@@ -8,7 +8,6 @@ use candle_parallel::checkpoint::{
 };
 
 use crate::EvalHistory;
-use crate::batches::Batches;
 use crate::loss_range::LossHistory;
 use crate::training_record::{DataPosition, TrainingRecord};
 
@@ -38,7 +37,8 @@ pub struct Checkpoints {
 pub(crate) struct RunState<'a> {
     pub optimizer: &'a DistributedOptimizer,
     pub step: usize,
-    pub batches: &'a Batches,
+    /// Its place in the data.
+    pub position: DataPosition,
     pub losses: &'a LossHistory,
     /// As in the [`TrainingRecord`].
     pub repeats_gradients: bool,
@@ -169,7 +169,7 @@ impl Checkpoints {
         RunState {
             optimizer,
             step,
-            batches,
+            position,
             losses,
             repeats_gradients,
         }: RunState,
@@ -182,7 +182,7 @@ impl Checkpoints {
             );
         }
         let record = TrainingRecord {
-            position: DataPosition::of(batches, step)?,
+            position,
             losses: losses.clone(),
             repeats_gradients,
             ..self.record.clone()

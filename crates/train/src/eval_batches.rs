@@ -1,7 +1,7 @@
 //! Batches of an evaluation: every sample once, whatever the layout.
 
 use candle_core::{Device, Result, bail};
-use candle_parallel::MicroBatch;
+use candle_parallel::Pass;
 
 use crate::rows::micro_batch_of;
 use crate::samples::Samples;
@@ -47,13 +47,14 @@ impl EvalBatches {
     }
 
     /// This rank's micro-batches, as many as every rank has.
-    pub fn iter(&self) -> impl Iterator<Item = Result<MicroBatch>> + '_ {
+    pub fn iter(&self) -> impl Iterator<Item = Result<Pass>> + use<> {
+        let this = self.clone();
         let per_round = self.micro_batch_size * self.dp_world_size;
         let rounds = 0..self.samples.len().div_ceil(per_round);
         rounds.map(move |round| {
-            let first = round * per_round + self.dp_rank * self.micro_batch_size;
-            let end = (first + self.micro_batch_size).min(self.samples.len());
-            let samples = (first..end).map(|index| self.samples.get(index));
+            let first = round * per_round + this.dp_rank * this.micro_batch_size;
+            let end = (first + this.micro_batch_size).min(this.samples.len());
+            let samples = (first..end).map(|index| this.samples.get(index));
             micro_batch_of(&samples.collect::<Result<Vec<_>>>()?, &Device::Cpu)
         })
     }

@@ -1,8 +1,8 @@
 //! How good a model is on samples that it is not trained on, between the steps of its training.
 
+use candle_core::Result;
+use candle_parallel::Pass;
 use serde::{Deserialize, Serialize};
-
-use crate::eval_batches::EvalBatches;
 
 /// Numbers of an evaluation, over all ranks. A line of its own in the metrics file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -48,17 +48,14 @@ impl EvalMetrics {
 }
 
 /// When a trainer evaluates, and on what: see [`Trainer::with_evaluation`](crate::Trainer::with_evaluation).
-#[derive(Clone, Debug)]
 pub struct Evaluation {
-    /// This rank's share of the samples.
-    pub batches: EvalBatches,
-    /// Steps between evaluations; there is one after the last step, too.
-    pub every: Option<usize>,
-    /// Evaluations in a row that may bring no smaller loss than the best before; then training ends.
-    pub patience: Option<usize>,
-    /// What earlier evaluations gave.
-    pub history: EvalHistory,
+    pub(crate) batches: BatchesOfEvaluation,
+    pub(crate) every: Option<usize>,
+    pub(crate) patience: Option<usize>,
+    pub(crate) history: EvalHistory,
 }
+
+type BatchesOfEvaluation = Box<dyn Fn() -> Box<dyn Iterator<Item = Result<Pass>>> + Send>;
 
 /// What the evaluations of a run gave so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -71,6 +68,34 @@ pub struct EvalHistory {
 }
 
 impl Evaluation {
+    /// After the last step, on what `batches` gives each time: this rank's share of the samples, in as many micro-batches as
+    /// every replica has, such as [`EvalBatches::iter`](crate::EvalBatches::iter) does.
+    pub fn new<I: Iterator<Item = Result<Pass>> + 'static>(
+        batches: impl Fn() -> I + Send + 'static,
+    ) -> Self {
+        Self {
+            batches: Box::new(move || Box::new(batches())),
+            every: None,
+            patience: None,
+            history: EvalHistory::default(),
+        }
+    }
+
+    /// Steps between evaluations, too.
+    pub fn with_every(self, every: Option<usize>) -> Self {
+        Self { every, ..self }
+    }
+
+    /// Evaluations in a row that may bring no smaller loss than the best before; then training ends.
+    pub fn with_patience(self, patience: Option<usize>) -> Self {
+        Self { patience, ..self }
+    }
+
+    /// What earlier evaluations gave.
+    pub fn with_history(self, history: EvalHistory) -> Self {
+        Self { history, ..self }
+    }
+
     /// Whether there is one after `step` steps of `num_steps`.
     pub(crate) fn is_due(&self, step: usize, num_steps: usize) -> bool {
         step == num_steps || self.every.is_some_and(|every| step.is_multiple_of(every))

@@ -2,17 +2,14 @@
 
 use std::ops::ControlFlow;
 
-use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_parallel::{KeyValueCache, MicroBatch, Pipeline, Stage};
+use candle_parallel::{KeyValueCache, ModelPart, Pass, Pipeline};
 
 use crate::sampler::Sampler;
 
 /// What bounds a generated text.
 #[derive(Clone, Debug)]
 pub struct GenerateConfig {
-    /// Number of tokens of the model.
-    pub vocab_size: usize,
     /// Longest sequence the model is given; older tokens are dropped.
     pub max_context: usize,
     /// Tokens to generate at most.
@@ -28,9 +25,12 @@ pub struct GenerateConfig {
 /// `on_token` sees the new tokens so far after each of them, and says whether the text goes on; it must say the same on every rank.
 /// Every rank of the model must call it, with equal samplers: all of them see the same logits and choose the same tokens.
 /// With a cache the prompt takes one forward pass and each new token one of a token alone; without, each token one over the whole context.
+///
+/// # Errors
+/// An empty prompt, logits from which nothing can be chosen, an error of `on_token`, and what ends collectives.
 pub fn generate(
-    stage: &Stage,
-    pp: &ProcessGroup,
+    pipeline: &Pipeline,
+    part: &ModelPart,
     prompt: &[u32],
     config: &GenerateConfig,
     sampler: &mut Sampler,
@@ -53,15 +53,12 @@ pub fn generate(
             None => ids.len().saturating_sub(config.max_context),
         };
         let new = &ids[start..];
-        let batch = MicroBatch {
-            tokens: Tensor::from_slice(new, (1, new.len()), &Device::Cpu)?,
-            targets: None,
-            documents: None,
-            past: cache.clone(),
+        let pass = Pass::infer(Tensor::from_slice(new, (1, new.len()), &Device::Cpu)?);
+        let pass = match &cache {
+            Some(cache) => pass.with_cache(cache.clone()),
+            None => pass,
         };
-        let last = new.len() - 1;
-        let last_position = |logits: Tensor| logits.get(0)?.get(last);
-        let logits = Pipeline::infer(pp, stage, &batch, config.vocab_size, last_position)?;
+        let logits = pipeline.logits(part, &pass, &[new.len() - 1])?.get(0)?;
         num_cached = ids.len();
         let id = sampler.sample(&logits.to_dtype(DType::F32)?.to_vec1::<f32>()?, &ids)?;
         if config.eos_ids.contains(&id) {

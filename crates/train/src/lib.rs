@@ -47,6 +47,7 @@ mod tracer;
 mod train_bpe;
 mod train_config;
 mod trainer;
+mod training_data;
 mod training_record;
 mod whole_file;
 
@@ -83,5 +84,6 @@ pub use tokenizer::Tokenizer;
 pub use tracer::Tracer;
 pub use train_config::TrainConfig;
 pub use trainer::{TrainEvent, Trainer};
+pub use training_data::{Filling, TrainingData};
 pub use training_record::{DataPosition, TrainingRecord};
 pub use whole_file::WholeFile;

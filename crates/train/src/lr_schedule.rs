@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 /// What is left at step s of what the learning rate has above its minimum, f(s), with `x = (s - W) / max(1, S - W)` at most 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum LrDecay {
     /// Half a cosine, `(1 + cos(pi x)) / 2` (arXiv:1608.03983 without restarts).
     #[default]
@@ -59,6 +60,17 @@ pub struct LrSchedule {
 }
 
 impl LrSchedule {
+    /// `lr` in every step, without warm-up or decay.
+    pub fn constant(lr: f64, num_steps: usize) -> Self {
+        Self {
+            lr,
+            min_lr_ratio: 1.0,
+            warmup_steps: 0,
+            num_steps,
+            decay: LrDecay::Constant,
+        }
+    }
+
     /// # Errors
     /// `lr` is negative or not finite, or `min_lr_ratio` or the fraction of [`LrDecay::Wsd`] is outside 0..=1.
     pub fn validate(&self) -> Result<()> {

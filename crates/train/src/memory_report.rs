@@ -3,7 +3,7 @@
 use candle_comm::message_of;
 use candle_core::{Device, Error, Result};
 use candle_ops::GpuState;
-use candle_parallel::{MemoryCategory, MemoryReport, Stage};
+use candle_parallel::{MemoryCategory, MemoryReport, ModelPart};
 
 use crate::available_memory::available_memory;
 
@@ -31,8 +31,8 @@ pub fn explain_out_of_memory(err: Error, device: &Device) -> Error {
 }
 
 /// `err`, and if a GPU had no memory left what this rank holds of it.
-pub(crate) fn explain(err: Error, stage: &Stage) -> Error {
-    with_report(err, LESS_MEMORY_HINT, || report(stage))
+pub(crate) fn explain(err: Error, part: &ModelPart) -> Error {
+    with_report(err, LESS_MEMORY_HINT, || report(part))
 }
 
 fn with_report(err: Error, hint: &str, report: impl FnOnce() -> Result<Option<String>>) -> Error {
@@ -47,11 +47,11 @@ fn with_report(err: Error, hint: &str, report: impl FnOnce() -> Result<Option<St
     }
 }
 
-fn report(stage: &Stage) -> Result<Option<String>> {
-    let Some(gpu) = GpuState::of(stage.device())? else {
+fn report(part: &ModelPart) -> Result<Option<String>> {
+    let Some(gpu) = GpuState::of(part.device())? else {
         return Ok(None);
     };
-    let held = stage.params().meter().report();
+    let held = part.params().meter().report();
     let known: u64 = MemoryCategory::ALL
         .map(|category| held.of(category).now)
         .iter()

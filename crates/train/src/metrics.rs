@@ -13,9 +13,10 @@ use crate::{EvalMetrics, StepMetrics};
 /// A line of a metrics file; an evaluation has `eval_loss` where a step has `loss`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
+#[non_exhaustive]
 pub enum MetricsLine {
     /// An optimizer step.
-    Step(StepMetrics),
+    Step(Box<StepMetrics>),
     /// An evaluation after a step.
     Evaluation(EvalMetrics),
 }
@@ -32,7 +33,7 @@ impl MetricsLine {
 
 impl From<&StepMetrics> for MetricsLine {
     fn from(metrics: &StepMetrics) -> Self {
-        Self::Step(metrics.clone())
+        Self::Step(Box::new(metrics.clone()))
     }
 }
 

@@ -4,6 +4,7 @@ use std::fmt;
 
 /// Why nothing can be learned from a record, as a part of a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RecordError {
     /// It is damaged, or the chat template refuses it. Such a record is left out, and that is told.
     Malformed(String),

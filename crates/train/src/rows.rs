@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_ops::{DocumentStarts, IGNORE_INDEX};
-use candle_parallel::MicroBatch;
+use candle_parallel::Pass;
 
 use crate::samples::Sample;
 
@@ -11,7 +11,7 @@ const PADDING_ID: u32 = 0;
 
 /// The micro-batch of `samples`, tokens and targets (b, t) u32 with t the longest of them: shorter ones end with tokens without a target.
 /// Without a sample it is one such token.
-pub(crate) fn micro_batch_of(samples: &[Sample], device: &Device) -> Result<MicroBatch> {
+pub(crate) fn micro_batch_of(samples: &[Sample], device: &Device) -> Result<Pass> {
     let lens = samples.iter().map(|sample| sample.input_ids.len());
     let (b, t) = (samples.len().max(1), lens.max().unwrap_or(1));
     let mut tokens = vec![PADDING_ID; b * t];
@@ -31,10 +31,7 @@ pub(crate) fn micro_batch_of(samples: &[Sample], device: &Device) -> Result<Micr
         .iter()
         .any(has_several)
         .then(|| DocumentStarts::new(starts, (b, t)));
-    Ok(MicroBatch {
-        tokens: Tensor::from_vec(tokens, (b, t), device)?,
-        targets: Some(Tensor::from_vec(targets, (b, t), device)?),
-        documents: documents.transpose()?,
-        past: None,
-    })
+    let tokens = Tensor::from_vec(tokens, (b, t), device)?;
+    let targets = Tensor::from_vec(targets, (b, t), device)?;
+    Ok(Pass::train(tokens, targets).with_documents(documents.transpose()?))
 }

@@ -1,5 +1,7 @@
 //! What is known about one optimizer step.
 
+use std::collections::BTreeMap;
+
 use crate::parameter_server::Staleness;
 use candle_parallel::MemoryReport;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -28,7 +30,7 @@ pub struct StepMetrics {
     pub loss_scale: f64,
     /// Steps of the run so far that overflowed in f16, so that nothing was updated.
     pub skipped_steps: usize,
-    /// The fraction of the positions of the global batch that hold no token of the data: see [`Batches::padding`](crate::Batches::padding).
+    /// The fraction of the positions of the global batch that hold no token of the data: see [`Filling::padding`](crate::Filling::padding).
     /// 0 of a step whose micro-batches come from elsewhere.
     #[serde(default)]
     pub padding: f64,
@@ -54,6 +56,13 @@ pub struct StepMetrics {
     /// How far workers were ahead of each other, with an asynchronous parameter server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub staleness: Option<Staleness>,
+    /// What blocks of a model of one's own have reported, by name: see [`Pass::report`](candle_parallel::Pass::report).
+    #[serde(
+        default,
+        skip_serializing_if = "BTreeMap::is_empty",
+        deserialize_with = "numbers_or_null"
+    )]
+    pub reported: BTreeMap<String, f64>,
     /// Bytes that this rank holds after the step, and the most since the run began.
     pub memory: MemoryReport,
 }
@@ -64,6 +73,13 @@ impl StepMetrics {
         self.num_positions = num_positions;
         self.positions_per_sec = num_positions as f64 / self.step_secs;
     }
+}
+
+/// As [`number_or_null`], of each value of a map.
+fn numbers_or_null<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, f64>, D::Error> {
+    let numbers = BTreeMap::<String, Option<f64>>::deserialize(from)?;
+    let number = |(name, number): (String, Option<f64>)| (name, number.unwrap_or(f64::NAN));
+    Ok(numbers.into_iter().map(number).collect())
 }
 
 pub(crate) fn number_or_null<'de, D: Deserializer<'de>>(source: D) -> Result<f64, D::Error> {

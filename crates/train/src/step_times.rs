@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 /// optimizer's; after [`Trainer::with_device_times`](crate::Trainer::with_device_times) the passes' and the optimizer's times are the
 /// GPU's own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct StepTimes {
     /// Forward passes.
     pub forward_secs: f64,

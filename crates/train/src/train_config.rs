@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::lr_schedule::LrSchedule;
 
-/// Configuration of a [`crate::Trainer`].
+/// Configuration of a [`crate::Trainer`]: `TrainConfig { adamw, ..TrainConfig::new(lr_schedule) }`, as later versions have more fields.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainConfig {
@@ -27,7 +27,22 @@ pub struct TrainConfig {
 }
 
 impl TrainConfig {
+    /// AdamW with its usual constants, gradients clipped to a norm of 1, 1F1B.
+    pub fn new(lr_schedule: LrSchedule) -> Self {
+        Self {
+            lr_schedule,
+            adamw: AdamWConfig::default(),
+            max_grad_norm: Some(1.0),
+            loss_scaling: LossScaling::default(),
+            offload: Offload::None,
+            schedule: Schedule::OneForwardOneBackward,
+        }
+    }
+
     /// An error that names the first field which is out of its range.
+    ///
+    /// # Errors
+    /// The first field out of its range.
     pub fn validate(&self) -> Result<()> {
         self.lr_schedule.validate()?;
         self.adamw.validate()?;

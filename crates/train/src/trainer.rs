@@ -9,10 +9,9 @@ use candle_core::{DType, Error, Result, bail};
 use candle_ops::Stopwatch;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint, check_free_space};
 use candle_parallel::{
-    AdamW, DistributedOptimizer, Gradients, MemoryReport, MicroBatch, Parameters, Pipeline, Stage,
+    AdamW, DistributedOptimizer, Gradients, MemoryReport, ModelPart, Parameters, Pass, Pipeline,
 };
 
-use crate::batches::Batches;
 use crate::checkpoints::{Checkpoints, RunState};
 use crate::evaluation::{EvalHistory, EvalMetrics, Evaluation};
 use crate::loss_range::{LossChange, LossRange};
@@ -23,9 +22,12 @@ use crate::step_debug::StepDebug;
 use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
 use crate::train_config::TrainConfig;
+use crate::training_data::TrainingData;
+use crate::training_record::DataPosition;
 
 /// What happens while a trainer trains.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub enum TrainEvent<'a> {
     /// A step was done.
     Step(&'a StepMetrics),
@@ -39,13 +41,15 @@ pub enum TrainEvent<'a> {
 pub struct Trainer {
     config: TrainConfig,
     world: ProcessGroup,
-    stage: Stage,
+    part: ModelPart,
     pipeline: Pipeline,
     source: GradientSource,
     optimizer: DistributedOptimizer,
     step: usize,
     /// Where it went on from a checkpoint.
     resumed_at: Option<usize>,
+    /// Steps of the run that it went on from, whose batches are left out of the data.
+    num_to_skip: usize,
     times: StepTimes,
     debug: StepDebug,
     /// Of the optimizer on the device, if steps are timed there.
@@ -82,9 +86,12 @@ impl GradientSource {
 
 impl Trainer {
     /// A trainer at step 0. Every rank of the mesh makes one, with the same configuration.
-    pub fn new(config: TrainConfig, mesh: &Mesh, stage: Stage) -> Result<Self> {
+    ///
+    /// # Errors
+    /// A field of the configuration out of its range, and what ranks say differently of the model.
+    pub fn new(config: TrainConfig, mesh: &Mesh, part: ModelPart) -> Result<Self> {
         let (rule, offload) = (AdamW(config.adamw), config.offload.clone());
-        Self::with_optimizer(config, mesh, stage, |params| {
+        Self::with_optimizer(config, mesh, part, |params| {
             DistributedOptimizer::offloaded(params, mesh, rule, &offload)
         })
     }
@@ -92,15 +99,18 @@ impl Trainer {
     /// As [`Self::new`], with the optimizer that `make` builds in place of AdamW with the configuration's constants and offload: one
     /// with another rule, with parameter groups, or with state that was saved. In f16 one without a loss scale gets the
     /// configuration's.
+    ///
+    /// # Errors
+    /// As for [`Self::new`], and an error of `make`.
     pub fn with_optimizer(
         config: TrainConfig,
         mesh: &Mesh,
-        stage: Stage,
+        part: ModelPart,
         make: impl FnOnce(&Parameters) -> Result<DistributedOptimizer>,
     ) -> Result<Self> {
-        let gradients = Gradients::new(stage.params(), mesh).map_err(|err| explain(err, &stage))?;
+        let gradients = Gradients::new(part.params(), mesh).map_err(|err| explain(err, &part))?;
         let source = GradientSource::Passes(Box::new(gradients));
-        Self::with_source(config, mesh, stage, (make, source))
+        Self::with_source(config, mesh, part, (make, source))
     }
 
     /// As [`Self::new`], on a mesh of servers, which are replicas that see no data: the gradients come from the workers of `server`, and
@@ -111,11 +121,11 @@ impl Trainer {
     pub fn of_server(
         config: TrainConfig,
         mesh: &Mesh,
-        stage: Stage,
+        part: ModelPart,
         server: ParameterServer,
     ) -> Result<Self> {
-        server.bound_messages(stage.params())?;
-        if stage.dtype() == DType::F16 && server.is_asynchronous() {
+        server.bound_messages(part.params())?;
+        if part.dtype() == DType::F16 && server.is_asynchronous() {
             bail!(
                 "f16 needs a loss scale that all workers have in a step, and an asynchronous parameter server has no steps of all \
                  workers\nhint: use bf16 or f32, or a synchronous one"
@@ -129,24 +139,24 @@ impl Trainer {
         let make =
             |params: &Parameters| DistributedOptimizer::offloaded(params, mesh, rule, &offload);
         let source = GradientSource::Workers(Box::new((server, mesh.clone())));
-        Self::with_source(config, mesh, stage, (make, source))
+        Self::with_source(config, mesh, part, (make, source))
     }
 
     fn with_source(
         config: TrainConfig,
         mesh: &Mesh,
-        stage: Stage,
+        part: ModelPart,
         (make, source): (
             impl FnOnce(&Parameters) -> Result<DistributedOptimizer>,
             GradientSource,
         ),
     ) -> Result<Self> {
         config.validate()?;
-        let mut optimizer = make(stage.params()).map_err(|err| explain(err, &stage))?;
-        if stage.dtype() == DType::F16 && !optimizer.has_loss_scaling() {
+        let mut optimizer = make(part.params()).map_err(|err| explain(err, &part))?;
+        if part.dtype() == DType::F16 && !optimizer.has_loss_scaling() {
             optimizer = optimizer.with_loss_scaling(config.loss_scaling)?;
         }
-        let blocks: Vec<usize> = stage.block_indices().collect();
+        let blocks: Vec<usize> = part.block_indices().collect();
         tracing::debug!(
             "rank {}: stage {} of {}, replica {} of {}, tensor-parallel part {} of {}; blocks {blocks:?}, {} parameters in {} buckets",
             mesh.world.rank(),
@@ -156,8 +166,8 @@ impl Trainer {
             mesh.dp.world_size(),
             mesh.tp.rank(),
             mesh.tp.world_size(),
-            stage.params().len(),
-            stage.params().num_buckets()
+            part.params().len(),
+            part.params().num_buckets()
         );
         Ok(Self {
             debug: StepDebug::of(mesh),
@@ -166,9 +176,10 @@ impl Trainer {
             optimizer,
             world: mesh.world.clone(),
             config,
-            stage,
+            part,
             step: 0,
             resumed_at: None,
+            num_to_skip: 0,
             times: StepTimes::default(),
             stopwatch: None,
             asks_to_stop: None,
@@ -231,14 +242,14 @@ impl Trainer {
             .map(|evaluation| evaluation.history)
     }
 
-    /// Whether evaluations have ended [`Self::train`] before the last step: see [`Evaluation::patience`].
+    /// Whether evaluations have ended [`Self::train`] before the last step: see [`Evaluation::with_patience`].
     pub fn is_stopped_early(&self) -> bool {
         let evaluation = self.evaluation.as_ref();
         evaluation.is_some_and(Evaluation::is_out_of_patience) && self.step < self.num_steps()
     }
 
     /// Goes on where a run was, of this or another layout, when it saved `checkpoint`: weights, optimizer, loss scale and step. Where it
-    /// was in the data [`Batches::continued`] takes. Every rank must call it, before the first step.
+    /// was in the data [`Batches::continued`](crate::Batches::continued) takes; of an iterator [`Self::train`] leaves out as many items. Every rank must call it, before the first step.
     ///
     /// # Errors
     /// A checkpoint of another model or optimizer.
@@ -246,6 +257,7 @@ impl Trainer {
         checkpoint.load(&mut self.optimizer)?;
         self.step = checkpoint.step();
         self.resumed_at = Some(self.step);
+        self.num_to_skip = self.step;
         Ok(())
     }
 
@@ -257,64 +269,84 @@ impl Trainer {
         self
     }
 
-    /// Trains on `batches` up to the last step of the learning-rate schedule, or until a rank [asks to stop](Self::with_stop) or
-    /// [evaluations](Self::with_evaluation) do; `on_step` sees each step's numbers, before a checkpoint of it is saved.
+    /// Trains on `data` up to the last step of the learning-rate schedule, or until a rank [asks to stop](Self::with_stop) or
+    /// [evaluations](Self::with_evaluation) do; `on_step` sees each step's numbers, before a checkpoint of it is saved. `data` is
+    /// `&Batches`, or any iterator whose items are the micro-batches of a step: of a run that was [resumed](Self::resume) the same
+    /// one from its beginning.
+    ///
+    /// # Errors
+    /// Those of [`Self::train_step`], of the data and of `on_step`, and data that ends before the last step.
     pub fn train(
         &mut self,
-        batches: &Batches,
+        data: impl TrainingData,
         mut on_step: impl FnMut(&StepMetrics) -> Result<()>,
     ) -> Result<()> {
-        self.train_observed(batches, |event| match event {
+        self.train_observed(data, |event| match event {
             TrainEvent::Step(metrics) => on_step(metrics),
             TrainEvent::Begin(_) | TrainEvent::Evaluation(_) => Ok(()),
         })
     }
 
     /// As [`Self::train`]; `observe` sees the numbers of evaluations, too.
+    ///
+    /// # Errors
+    /// As for [`Self::train`].
     pub fn train_observed(
         &mut self,
-        batches: &Batches,
+        mut data: impl TrainingData,
         mut observe: impl FnMut(TrainEvent) -> Result<()>,
     ) -> Result<()> {
         let num_steps = self.num_steps();
+        if matches!(self.source, GradientSource::Workers(_)) && data.filling(0)?.is_none() {
+            bail!(
+                "the data of a parameter server are not Batches; expected those of which its workers have their parts, as \
+                 they are told a place in them"
+            );
+        }
+        data.skip_steps(std::mem::take(&mut self.num_to_skip))?;
         if let GradientSource::Workers(workers) = &mut self.source {
             let position = match self.step {
                 0 => None,
-                step => Some(batches.position(step)?),
+                step => Some(data.position(step)?.total),
             };
-            let own = (self.stage.params(), &self.optimizer);
+            let own = (self.part.params(), &self.optimizer);
             workers.0.admit(own, (self.step, num_steps), position)?;
         }
         if num_steps == 0 {
-            self.evaluate_observed(batches, &mut observe)?;
+            self.evaluate_observed(&data, &mut observe)?;
         }
         while self.step < num_steps && !self.is_stopped && !self.is_stopped_early() {
             self.world.set_step(self.step, "data");
             let device = self.world.device();
             let batch = match &self.source {
                 GradientSource::Passes(_) => {
-                    trace::record(SpanKind::Data, device, || batches.batch(self.step))?
+                    let batch = trace::record(SpanKind::Data, device, || data.batch(self.step))?;
+                    batch.ok_or_else(|| self.out_of_data())?
                 }
                 GradientSource::Workers(..) => Vec::new(),
             };
+            let position = data.position(self.step)?;
             let metrics = self.train_step(&batch);
-            let mut metrics = metrics.map_err(|err| self.after_failed_step(err, batches))?;
-            metrics.padding = batches.padding(metrics.step)?;
-            metrics.epoch = Some(batches.epoch(metrics.global_step)?);
-            if let GradientSource::Passes(_) = &self.source {
-                metrics.set_positions(batches.num_positions(metrics.step)?);
+            let mut metrics = metrics.map_err(|err| self.after_failed_step(err, position))?;
+            metrics.epoch = data.epoch(metrics.global_step)?;
+            if let Some(filling) = data.filling(metrics.step)? {
+                metrics.padding = filling.padding();
+                if let GradientSource::Passes(_) = &self.source {
+                    metrics.set_positions(filling.num_positions);
+                }
             }
+            let position = data.position(self.step)?;
             observe(TrainEvent::Step(&metrics))?;
             if self.losses.stops && self.has_left_range()? {
                 self.optimizer.set_diverged();
-                return Err(self.after_failed_step(self.out_of_range(&metrics), batches));
+                return Err(self.after_failed_step(self.out_of_range(&metrics), position));
             }
             let evaluation = self.evaluation.as_ref();
             if evaluation.is_some_and(|it| it.is_due(self.step, num_steps)) {
                 observe(TrainEvent::Begin("evaluating"))?;
-                self.evaluate_observed(batches, &mut observe)?;
+                self.evaluate_observed(&data, &mut observe)?;
             }
-            self.checkpoint(batches)?;
+            self.checkpoint(position)?;
         }
         match &mut self.checkpoints {
             Some(checkpoints) => {
@@ -328,24 +360,24 @@ impl Trainer {
     /// Evaluates, and has that observed.
     fn evaluate_observed(
         &mut self,
-        batches: &Batches,
+        data: &impl TrainingData,
         observe: &mut impl FnMut(TrainEvent) -> Result<()>,
     ) -> Result<()> {
         let Some(mut metrics) = self.evaluate()? else {
             return Ok(());
         };
-        metrics.epoch = Some(batches.epoch(self.step)?);
+        metrics.epoch = data.epoch(self.step)?;
         observe(TrainEvent::Evaluation(&metrics))
     }
 
     /// The error of a step. If training has diverged all ranks know it, and none is lost: the weights as they were then are saved and
     /// named, apart from the checkpoints that a run goes on from.
-    fn after_failed_step(&mut self, err: Error, batches: &Batches) -> Error {
+    fn after_failed_step(&mut self, err: Error, position: DataPosition) -> Error {
         let has_begun = self.step > self.resumed_at.unwrap_or(0);
         if !self.optimizer.has_diverged() || !has_begun {
             return err;
         }
-        let said = match self.save_failed(batches) {
+        let said = match self.save_failed(position) {
             Ok(None) => return err,
             Ok(Some(said)) => said,
             Err(why) => format!(
@@ -358,7 +390,7 @@ impl Trainer {
 
     /// Sets aside what the run has ruined, with a checkpoint of it as it is; says where that is, and what there is from before. `None` without
     /// checkpoints.
-    fn save_failed(&mut self, batches: &Batches) -> Result<Option<String>> {
+    fn save_failed(&mut self, position: DataPosition) -> Result<Option<String>> {
         // With these weights the loss was out of its range for the first time, or no number. If they are those of the checkpoint that the
         // run went on from, other data or other flags may be to blame.
         let first = self.losses.history.left_at().unwrap_or(self.step);
@@ -366,7 +398,7 @@ impl Trainer {
             true => first + 1,
             false => first,
         };
-        let saved = self.on_checkpoints(batches, |checkpoints, run| {
+        let saved = self.on_checkpoints(position, |checkpoints, run| {
             checkpoints.save_failed(run, first)
         });
         let Some((outcome, set_aside)) = saved? else {
@@ -407,6 +439,16 @@ impl Trainer {
         }
     }
 
+    /// The error of data that ends before the training does.
+    fn out_of_data(&self) -> Error {
+        Error::msg(format!(
+            "the data ends after {} of {} steps\nhint: an iterator that begins again, such as by cycle(), or fewer steps in the learning-rate \
+             schedule",
+            self.step,
+            self.num_steps()
+        ))
+    }
+
     /// The error of a step whose loss has left its range.
     fn out_of_range(&self, metrics: &StepMetrics) -> Error {
         Error::msg(format!(
@@ -439,14 +481,14 @@ impl Trainer {
         }
     }
 
-    /// Saves if it is time to, or looks how an earlier save ended. [`Self::train`] does it after each step; with a loop of your own every
+    /// Saves if it is time to, or looks how an earlier save ended; `position` is the next step's place in the data. [`Self::train`] does it after each step; with a loop of your own every
     /// rank calls it there.
     ///
     /// # Errors
     /// Failures of ranks. A save that fails is a warning.
-    pub fn checkpoint(&mut self, batches: &Batches) -> Result<()> {
+    pub fn checkpoint(&mut self, position: DataPosition) -> Result<()> {
         let device = self.world.device().clone();
-        let done = self.on_checkpoints(batches, |checkpoints, run| {
+        let done = self.on_checkpoints(position, |checkpoints, run| {
             trace::record(SpanKind::Checkpoint, &device, || {
                 checkpoints.after_step(run)
             })
@@ -457,7 +499,7 @@ impl Trainer {
     /// What `act` does with the checkpoints and the run as it is; `None` without checkpoints.
     fn on_checkpoints<T>(
         &mut self,
-        batches: &Batches,
+        position: DataPosition,
         act: impl FnOnce(&mut Checkpoints, RunState) -> Result<T>,
     ) -> Result<Option<T>> {
         let repeats_gradients = self.source.repeats_gradients();
@@ -467,20 +509,20 @@ impl Trainer {
         let run = RunState {
             optimizer: &self.optimizer,
             step: self.step,
-            batches,
+            position,
             losses: &self.losses.history,
             repeats_gradients,
         };
         act(checkpoints, run).map(Some)
     }
 
-    /// Saves a checkpoint at once, whatever the step, and waits until it is written: how that ended, or `None` without
+    /// Saves a checkpoint at once, whatever the step, with the next step's place in the data, and waits until it is written: how that ended, or `None` without
     /// [`Self::with_checkpoints`]. Every rank must call it, between steps.
     ///
     /// # Errors
     /// Failures of ranks.
-    pub fn save_checkpoint(&mut self, batches: &Batches) -> Result<Option<SaveOutcome>> {
-        let saved = self.on_checkpoints(batches, |checkpoints, run| checkpoints.save_now(run));
+    pub fn save_checkpoint(&mut self, position: DataPosition) -> Result<Option<SaveOutcome>> {
+        let saved = self.on_checkpoints(position, |checkpoints, run| checkpoints.save_now(run));
         saved.map(Option::flatten)
     }
 
@@ -495,12 +537,15 @@ impl Trainer {
     /// A loss or gradient that is NaN or infinite is an error on every rank, which names the step and the first parameter
     /// to blame; the weights are then those of the step before, on asynchronous servers with the step's other gradients. In f16 the update is skipped instead while the loss scale
     /// can be halved: the next step takes the next micro-batches and their learning rate. An error of a GPU without memory tells what holds how much.
-    pub fn train_step(&mut self, micro_batches: &[MicroBatch]) -> Result<StepMetrics> {
+    ///
+    /// # Errors
+    /// See above; and micro-batches that do not fit the model, and what ends collectives.
+    pub fn train_step(&mut self, micro_batches: &[Pass]) -> Result<StepMetrics> {
         let step = self.step;
         self.world.set_step(step, "forward and backward pass");
         let device = self.world.device().clone();
         trace::record(SpanKind::Step, &device, || self.run_step(micro_batches))
-            .map_err(|err| explain(err, &self.stage))
+            .map_err(|err| explain(err, &self.part))
             .map_err(|err| err.context(format!("step {} failed", step + 1)))
     }
 
@@ -509,7 +554,7 @@ impl Trainer {
     /// # Errors
     /// As [`check_free_space`].
     pub fn check_space(&self, save: &HfSave) -> Result<()> {
-        let model = save.space_need(self.stage.params())?;
+        let model = save.space_need(self.part.params())?;
         let checkpoints = self.checkpoints.as_ref();
         let checkpoints = checkpoints.map(|checkpoints| checkpoints.space_need(&self.optimizer));
         let needs = std::iter::once(model).chain(checkpoints);
@@ -517,6 +562,9 @@ impl Trainer {
     }
 
     /// Saves the model as [`DistributedOptimizer::save_hf`] does. Every rank must call it.
+    ///
+    /// # Errors
+    /// As for [`DistributedOptimizer::save_hf`].
     pub fn save_hf(&self, save: &HfSave) -> Result<()> {
         self.optimizer.save_hf(save)
     }
@@ -538,7 +586,7 @@ impl Trainer {
 
     /// The bytes that this rank holds, by what they are for.
     pub fn memory(&self) -> MemoryReport {
-        self.stage.params().meter().report()
+        self.part.params().meter().report()
     }
 
     /// The most bytes of each category in what the ranks say of theirs, as [`Self::memory`]. Every rank must call it.
@@ -555,8 +603,8 @@ impl Trainer {
     }
 
     /// This rank's part of the model.
-    pub fn stage(&self) -> &Stage {
-        &self.stage
+    pub fn part(&self) -> &ModelPart {
+        &self.part
     }
 
     /// The optimizer, to read its state.

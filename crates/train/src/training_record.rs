@@ -42,6 +42,7 @@ pub struct TrainingRecord {
 /// A place in the endless order of samples.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct DataPosition {
     /// Times that all samples have been taken.
     pub epoch: usize,
@@ -63,6 +64,15 @@ impl DataPosition {
             sample: total % batches.num_samples(),
             total,
         })
+    }
+
+    /// The place of `step` in data that is known by its steps alone.
+    pub fn of_step(step: usize) -> Self {
+        Self {
+            epoch: 0,
+            sample: step,
+            total: step,
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use candle_comm::{Degrees, Mesh, launch};
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::ops::log_softmax;
-use candle_parallel::{MicroBatch, ParamStore, Pipeline};
+use candle_parallel::{ParamStore, Pass, Pipeline, Schedule};
 use candle_train::Tokenizer;
 use candle_train_models::{CausalLm, ModelConfig};
 use serde_json::Value;
@@ -37,17 +37,12 @@ fn from_logits(ids: &[u32]) -> Result<f64> {
         let mesh = Mesh::new(world, degrees)?;
         let store = ParamStore::from_pretrained(model())?;
         let vb = store.builder(DType::F32, &Device::Cpu);
-        let stage = CausalLm::stage(&config, &mesh, &vb)?;
+        let part = CausalLm::part(&config, &mesh, &vb)?;
         let last = ids.len() - 1;
-        let batch = MicroBatch {
-            tokens: Tensor::new(&ids[..last], &Device::Cpu)?.unsqueeze(0)?,
-            targets: None,
-            documents: None,
-            past: None,
-        };
-        let shape = (1, last, config.vocab_size);
-        let logits = Pipeline::infer(&mesh.pp, &stage, &batch, shape, Ok)?;
-        let logs = log_softmax(&logits.squeeze(0)?.to_dtype(DType::F64)?, D::Minus1)?;
+        let batch = Pass::infer(Tensor::new(&ids[..last], &Device::Cpu)?.unsqueeze(0)?);
+        let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
+        let logits = pipeline.logits(&part, &batch, &Vec::from_iter(0..last))?;
+        let logs = log_softmax(&logits.to_dtype(DType::F64)?, D::Minus1)?;
         let targets = Tensor::new(&ids[1..], &Device::Cpu)?.unsqueeze(1)?;
         logs.gather(&targets, 1)?.mean_all()?.neg()?.to_scalar()
     })?;

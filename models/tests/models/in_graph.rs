@@ -7,9 +7,8 @@ use std::sync::Arc;
 use candle_comm::launch::threads;
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{D, DType, Device, Result, Tensor, Var};
-use candle_nn::ops::softmax;
 use candle_ops::ProductChoice;
-use candle_parallel::{Layer, ParamStore, in_graph};
+use candle_parallel::{Layer, ParamStore, Pass, in_graph};
 use candle_train_models::{DecoderLayer, ModelConfig, RotaryTable};
 
 const B: usize = 2;
@@ -132,7 +131,21 @@ fn reference(
     let v = repeat(&heads(&v?, 2, None)?)?;
     let scores = errors.on((q.matmul(&k.t()?.contiguous()?)? * 0.5)?)?;
     let scores = scores.broadcast_add(&mask)?;
-    let ys = errors.on(errors.on(softmax(&scores, D::Minus1)?)?.matmul(&v)?)?;
+    // Divided by its sum last, as in attention without the probabilities of all positions: what goes back through the sum is that of
+    // dy * y, summed over the head's dims, and the errors of these products do not cancel those of the other sums.
+    let largest = scores
+        .log_sum_exp(D::Minus1)?
+        .unsqueeze(D::Minus1)?
+        .detach();
+    let odds = scores.broadcast_sub(&largest)?.exp()?;
+    let log_sum = odds.sum_keepdim(D::Minus1)?.log()?;
+    let ys = errors.on(odds)?.matmul(&v)?;
+    let division = errors
+        .on(ys.ones_like()?)?
+        .broadcast_mul(&log_sum)?
+        .neg()?
+        .exp()?;
+    let ys = errors.on((ys * division)?)?;
     let ys = ys.transpose(1, 2)?.reshape((B, T, 24))?;
     let middle = errors.on((x.as_tensor() + linear(&ys, "self_attn.o_proj", true)?)?)?;
     let normed = norm(&middle, "post_attention_layernorm.weight")?;
@@ -169,7 +182,11 @@ fn ours(
     let layer = DecoderLayer::new(&config, 0, rotary, tp, vb)?;
     // Plain operations before and after.
     let leaf = Var::from_tensor(&(x.to_dtype(DType::F32)? * 0.5)?)?;
-    let y = in_graph(&layer, &(leaf.as_tensor() * 2.0)?)?;
+    let y = in_graph(
+        &layer,
+        &(leaf.as_tensor() * 2.0)?,
+        &Pass::infer(leaf.as_detached_tensor()),
+    )?;
     let grads = (&y * dy.to_dtype(DType::F32)?)?.sum_all()?.backward()?;
     let dx = (grads.get(&leaf).unwrap() * 0.5)?;
     let mut all = vec![("y".to_string(), y.detach()), ("x".to_string(), dx)];

@@ -13,7 +13,7 @@ fn refused(config: &ModelConfig, layout: Layout) -> String {
     let built = launch::threads(layout.world_size(), |world| {
         let mesh = Mesh::new(world, layout.degrees())?;
         let vb = ParamStore::init(1).builder(DType::F32, &Device::Cpu);
-        CausalLm::stage(config, &mesh, &vb).map(|_| ())
+        CausalLm::part(config, &mesh, &vb).map(|_| ())
     });
     message(built)
 }

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{DocumentStarts, IGNORE_INDEX};
-use candle_parallel::{Gradients, MicroBatch, Pipeline, Recompute, ZeroStage};
+use candle_parallel::{Gradients, Pass, Pipeline, Recompute, ZeroStage};
 
 use crate::fixture::{ALL, Fixture};
 use crate::run::{Layout, Variant, gather, launch, load_variant};
@@ -43,7 +43,7 @@ fn rows(vocab: u32) -> Vec<Vec<Document>> {
 }
 
 /// One sequence of these documents, padded to `len` tokens.
-fn packed(documents: &[Document], len: usize) -> Result<MicroBatch> {
+fn packed(documents: &[Document], len: usize) -> Result<Pass> {
     let (mut tokens, mut targets, mut starts) = (Vec::<u32>::new(), Vec::<u32>::new(), Vec::new());
     let used: usize = documents.iter().map(|(ids, _)| ids.len()).sum();
     let padding: Document = (vec![0; len - used], vec![IGNORE_INDEX; len - used]);
@@ -52,12 +52,10 @@ fn packed(documents: &[Document], len: usize) -> Result<MicroBatch> {
         tokens.extend(ids);
         targets.extend(of_ids);
     }
-    Ok(MicroBatch {
-        tokens: Tensor::from_vec(tokens, (1, len), &Device::Cpu)?,
-        targets: Some(Tensor::from_vec(targets, (1, len), &Device::Cpu)?),
-        documents: Some(DocumentStarts::new(starts, (1, len))?),
-        past: None,
-    })
+    let tokens = Tensor::from_vec(tokens, (1, len), &Device::Cpu)?;
+    let targets = Tensor::from_vec(targets, (1, len), &Device::Cpu)?;
+    let documents = DocumentStarts::new(starts, (1, len))?;
+    Ok(Pass::train(tokens, targets).with_documents(documents))
 }
 
 /// The loss and the gradients of each replica's rows, packed or not.
@@ -74,7 +72,7 @@ fn pass(
             recompute,
             ..Variant::default()
         };
-        let stage = load_variant(fixture, &mesh, (layout, variant))?;
+        let part = load_variant(fixture, &mesh, (layout, variant))?;
         let rows = rows(fixture.config().vocab_size as u32);
         let num_rows = rows.len() / layout.dp;
         let rows = rows.chunks(num_rows).nth(mesh.dp.rank()).unwrap();
@@ -84,28 +82,23 @@ fn pass(
                 let documents = rows.iter().flatten();
                 let alone = |(ids, targets): &Document| {
                     let of = |ids: &[u32]| Tensor::from_slice(ids, (1, ids.len()), &Device::Cpu);
-                    Ok(MicroBatch {
-                        tokens: of(ids)?,
-                        targets: Some(of(targets)?),
-                        documents: None,
-                        past: None,
-                    })
+                    Ok(Pass::train(of(ids)?, of(targets)?))
                 };
                 documents.map(alone).collect()
             }
         };
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let pipeline = Pipeline::new(layout.schedule, &mesh);
-        pipeline.forward_backward(&stage, &micro_batches?, &mut gradients)?;
+        pipeline.forward_backward(&part, &micro_batches?, &mut gradients)?;
         let reduced = gradients.reduce()?;
         let loss = reduced.loss().mean;
         let local = reduced.local_gradients()?;
-        let whole = gather(&stage, &mesh, |index| match local.get(&index) {
+        let whole = gather(&part, &mesh, |index| match local.get(&index) {
             Some(grad) => Ok(grad.clone()),
             None => Tensor::zeros(
-                stage.params().get(index).local_shape(),
+                part.params().get(index).local_shape(),
                 DType::F32,
-                stage.device(),
+                part.device(),
             ),
         })?;
         if mesh.world.rank() == 0 {
@@ -149,14 +142,14 @@ fn tensor_parallel_ranks_with_different_documents_are_told() {
     let layout = Layout::new(1, 1, 2);
     let result = launch(layout, |world| {
         let mesh = Mesh::new(world, layout.degrees())?;
-        let stage = load_variant(&fixture, &mesh, (layout, Variant::default()))?;
+        let part = load_variant(&fixture, &mesh, (layout, Variant::default()))?;
         let mut batch = packed(&rows(40)[0], ROW)?;
         if mesh.tp.rank() == 1 {
-            batch.documents = None;
+            batch = batch.with_documents(None);
         }
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let pipeline = Pipeline::new(layout.schedule, &mesh);
-        pipeline.forward_backward(&stage, &[batch], &mut gradients)?;
+        pipeline.forward_backward(&part, &[batch], &mut gradients)?;
         Ok(())
     });
     let message = result.unwrap_err().to_string();

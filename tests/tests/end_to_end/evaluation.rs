@@ -4,10 +4,10 @@ use std::sync::{Arc, Mutex};
 
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_parallel::{MicroBatch, Pipeline, ZeroStage};
+use candle_parallel::{Pass, Pipeline, Schedule, ZeroStage};
 use candle_train::{
-    EvalBatches, EvalHistory, EvalMetrics, Evaluation, SampleConfig, Samples, Tokens, TrainEvent,
-    Trainer, held_out,
+    EvalBatches, EvalMetrics, Evaluation, SampleConfig, Samples, Tokens, TrainEvent, Trainer,
+    held_out,
 };
 
 use crate::fixture::{Fixture, Run};
@@ -43,19 +43,14 @@ fn reference(fixture: &Fixture) -> (f64, f64) {
     let result = Mutex::new(None);
     launch(Layout::new(1, 1, 1), |world| {
         let mesh = Mesh::new(world, Layout::new(1, 1, 1).degrees())?;
-        let stage = load(fixture, &mesh)?;
+        let part = load(fixture, &mesh)?;
         let (mut loss, mut num_right, mut num) = (0.0, 0.0, 0.0);
         for &sample in chosen().iter() {
             let ids = &all[sample * SEQ_LEN..=(sample + 1) * SEQ_LEN];
-            let batch = MicroBatch {
-                tokens: Tensor::new(&ids[..SEQ_LEN], &Device::Cpu)?.unsqueeze(0)?,
-                targets: None,
-                documents: None,
-                past: None,
-            };
-            let shape = (1, SEQ_LEN, fixture.config().vocab_size);
-            let logits = Pipeline::infer(&mesh.pp, &stage, &batch, shape, Ok)?;
-            let logits = logits.to_dtype(DType::F64)?.get(0)?.to_vec2::<f64>()?;
+            let batch = Pass::infer(Tensor::new(&ids[..SEQ_LEN], &Device::Cpu)?.unsqueeze(0)?);
+            let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
+            let logits = pipeline.logits(&part, &batch, &Vec::from_iter(0..SEQ_LEN))?;
+            let logits = logits.to_dtype(DType::F64)?.to_vec2::<f64>()?;
             for (row, &target) in logits.iter().zip(&ids[1..]) {
                 let max = row.iter().copied().fold(f64::MIN, f64::max);
                 let sum: f64 = row.iter().map(|z| (z - max).exp()).sum();
@@ -74,20 +69,16 @@ fn reference(fixture: &Fixture) -> (f64, f64) {
 
 fn evaluation(fixture: &Fixture, mesh: &Mesh, micro_batch_size: usize) -> Result<Evaluation> {
     let replica = (mesh.dp.rank(), mesh.dp.world_size());
-    Ok(Evaluation {
-        batches: EvalBatches::new(&samples(fixture)?, micro_batch_size, replica)?,
-        every: Some(1),
-        patience: None,
-        history: EvalHistory::default(),
-    })
+    let batches = EvalBatches::new(&samples(fixture)?, micro_batch_size, replica)?;
+    Ok(Evaluation::new(move || batches.iter()).with_every(Some(1)))
 }
 
 fn evaluate(fixture: &Fixture, layout: Layout, micro_batch_size: usize) -> Vec<EvalMetrics> {
     let of_ranks = Mutex::new(Vec::new());
     launch(layout, |world| {
         let mesh = Mesh::new(world, layout.degrees())?;
-        let stage = load_variant(fixture, &mesh, (layout, Variant::default()))?;
-        let trainer = Trainer::new(fixture.run.train_config(layout), &mesh, stage)?;
+        let part = load_variant(fixture, &mesh, (layout, Variant::default()))?;
+        let trainer = Trainer::new(fixture.run.train_config(layout), &mesh, part)?;
         let mut trainer = trainer.with_evaluation(evaluation(fixture, &mesh, micro_batch_size)?);
         let metrics = trainer.evaluate()?.unwrap();
         of_ranks.lock().unwrap().push(metrics);
@@ -145,8 +136,8 @@ fn train(fixture: &Fixture, layout: Layout, evaluates: bool) -> (Vec<f64>, Tenso
     let result = Mutex::new(None);
     launch(layout, |world| {
         let mesh = Mesh::new(world, layout.degrees())?;
-        let stage = load_variant(fixture, &mesh, (layout, Variant::default()))?;
-        let mut trainer = Trainer::new(run.train_config(layout), &mesh, stage)?;
+        let part = load_variant(fixture, &mesh, (layout, Variant::default()))?;
+        let mut trainer = Trainer::new(run.train_config(layout), &mesh, part)?;
         if evaluates {
             trainer = trainer.with_evaluation(evaluation(fixture, &mesh, 2)?);
         }
@@ -154,13 +145,13 @@ fn train(fixture: &Fixture, layout: Layout, evaluates: bool) -> (Vec<f64>, Tenso
         trainer.train_observed(&batches(fixture, &run, &mesh)?, |event| {
             match event {
                 TrainEvent::Step(step) => losses.push(step.loss),
-                TrainEvent::Begin(_) => {}
                 TrainEvent::Evaluation(_) => num_evaluations += 1,
+                _ => {}
             }
             Ok(())
         })?;
-        let stage = trainer.stage();
-        let weights = gather(stage, &mesh, |index| stage.params().values(index))?;
+        let part = trainer.part();
+        let weights = gather(part, &mesh, |index| part.params().values(index))?;
         if mesh.world.rank() == 0 {
             *result.lock().unwrap() = Some((losses, weights, num_evaluations));
         }

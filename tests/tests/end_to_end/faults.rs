@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::Linear;
-use candle_parallel::{MicroBatch, ParamStore, PlainBlock, Stage, ZeroStage, plain_block};
+use candle_parallel::{
+    Loss, ModelPart, ParamStore, Pass, PlainBlock, PlainHead, ZeroStage, plain_block, plain_head,
+};
 use candle_train::Trainer;
 use safetensors::SafeTensors;
 use tempfile::{TempDir, tempdir};
@@ -62,10 +64,10 @@ fn foreign_id(id: u32, in_targets: bool) -> String {
                     let mut ids = vec![5u32; 8];
                     ids[3] = id;
                     let ids = Tensor::from_vec(ids, (1, 8), &Device::Cpu)?;
-                    match in_targets {
-                        true => batch.targets = Some(ids),
-                        false => batch.tokens = ids,
-                    }
+                    *batch = match in_targets {
+                        true => Pass::train(batch.inputs().clone(), ids),
+                        false => Pass::train(ids, batch.targets()?.clone()),
+                    };
                 }
                 trainer.train_step(&micro_batches)?;
             }
@@ -98,12 +100,11 @@ fn a_foreign_token_in_one_replica() {
 struct Panicking {
     linear: Linear,
     is_first: bool,
-    is_last: bool,
     panics: bool,
 }
 
 impl PlainBlock for Panicking {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+    fn forward(&self, xs: &Tensor, _pass: &Pass) -> Result<Tensor> {
         assert!(!self.panics, "a block of rank 3 is broken");
         let xs = match self.is_first {
             true => {
@@ -115,11 +116,14 @@ impl PlainBlock for Panicking {
             }
             false => xs.clone(),
         };
-        let ys = self.linear.forward(&xs)?;
-        match self.is_last {
-            true => ys.sqr()?.sum_all(),
-            false => Ok(ys),
-        }
+        self.linear.forward(&xs)
+    }
+}
+
+impl PlainHead for Panicking {
+    fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
+        let sum = PlainBlock::forward(self, xs, pass)?.sqr()?.sum_all()?;
+        Ok(Loss::new(sum, pass.num_targets()? as f64))
     }
 }
 
@@ -131,17 +135,20 @@ fn a_panic_in_the_forward_pass_of_one_rank() {
         launch(layout, |world| {
             let mesh = Mesh::new(world, layout.degrees())?;
             let vb = ParamStore::init(1).builder(DType::F32, mesh.world.device());
-            let stage = Stage::build(&mesh, &vb, 4, 4, |index, vb| {
+            let part = ModelPart::build(&mesh, &vb, 4, 4, |index, vb| {
                 let vb = vb.pp(index).var_builder();
-                Ok(plain_block(Panicking {
+                let block = Panicking {
                     linear: candle_nn::linear(4, 4, vb)?,
                     is_first: index == 0,
-                    is_last: index == 3,
                     panics: mesh.world.rank() == 3,
-                }))
+                };
+                Ok(match index {
+                    3 => plain_head(block),
+                    _ => plain_block(block),
+                })
             })?;
             let config = run.train_config(layout);
-            let mut trainer = Trainer::new(config, &mesh, stage)?;
+            let mut trainer = Trainer::new(config, &mesh, part)?;
             trainer.train(&batches(&fixture, &run, &mesh)?, |_| Ok(()))
         })
     });

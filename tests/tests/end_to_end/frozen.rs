@@ -93,17 +93,17 @@ fn a_group_of_learning_rate_0_stays_in_a_trainer_with_an_optimizer_of_its_own() 
     };
     launch(layout, |world| {
         let mesh = Mesh::new(world, layout.degrees())?;
-        let stage = load(&fixture, &mesh)?;
-        let before = gather(&stage, &mesh, |index| stage.params().values(index))?;
+        let part = load(&fixture, &mesh)?;
+        let before = gather(&part, &mesh, |index| part.params().values(index))?;
         let config = run.train_config(layout);
-        let mut trainer = Trainer::with_optimizer(config, &mesh, stage, |params| {
+        let mut trainer = Trainer::with_optimizer(config, &mesh, part, |params| {
             let adamw = AdamWConfig::default();
             let still = ParamGroup::new(|name| name.contains("mlp")).with_lr_scale(0.0);
             DistributedOptimizer::adamw(params, &mesh, adamw)?.with_groups(vec![still])
         })?;
         trainer.train(&batches(&fixture, &run, &mesh)?, |_| Ok(()))?;
-        let params = trainer.stage().params();
-        let after = gather(trainer.stage(), &mesh, |index| params.values(index))?;
+        let params = trainer.part().params();
+        let after = gather(trainer.part(), &mesh, |index| params.values(index))?;
         for (name, values) in &after {
             assert_eq!(*values == before[name], name.contains("mlp"), "{name}");
         }

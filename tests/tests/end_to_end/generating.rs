@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use candle_comm::Mesh;
 use candle_core::Result;
-use candle_parallel::ZeroStage;
+use candle_parallel::{Pipeline, Schedule, ZeroStage};
 use candle_train::{GenerateConfig, Sampler, SamplingConfig, generate};
 
 use crate::fixture::{ALL, Fixture};
@@ -22,9 +22,8 @@ fn text(
     let text = Mutex::new(None);
     launch(layout, |world| {
         let mesh = Mesh::new(world, layout.degrees())?;
-        let stage = load_variant(fixture, &mesh, (layout, Variant::default()))?;
+        let part = load_variant(fixture, &mesh, (layout, Variant::default()))?;
         let config = GenerateConfig {
-            vocab_size: fixture.config().vocab_size,
             max_context,
             max_new_tokens: 24,
             eos_ids: vec![],
@@ -37,7 +36,8 @@ fn text(
             ..SamplingConfig::default()
         })?;
         let mut seen = Vec::new();
-        let ids = generate(&stage, &mesh.pp, &PROMPT, &config, &mut sampler, |ids| {
+        let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
+        let ids = generate(&pipeline, &part, &PROMPT, &config, &mut sampler, |ids| {
             seen.push(ids.len());
             Ok(ControlFlow::Continue(()))
         })?;

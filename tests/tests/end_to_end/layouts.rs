@@ -48,7 +48,7 @@ fn layouts() -> Vec<Layout> {
     layouts
 }
 
-/// Stage of ZeRO, schedule, tiles of weights.
+/// ModelPart of ZeRO, schedule, tiles of weights.
 const KINDS: [(ZeroStage, Schedule, usize); 6] = [
     (ZeroStage::Zero, Schedule::OneForwardOneBackward, 1),
     (ZeroStage::One, Schedule::GPipe, 1),

@@ -173,13 +173,13 @@ fn where_the_optimizers_state_of_adapters_is_changes_no_bit() {
                     adapters: Adapters::Trained,
                     ..Variant::default()
                 };
-                let stage = load_variant(&fixture, &mesh, (layout, variant))?;
+                let part = load_variant(&fixture, &mesh, (layout, variant))?;
                 let mut config = fixture.run.train_config(layout);
                 config.offload = offload.clone();
-                let mut trainer = Trainer::new(config, &mesh, stage)?;
+                let mut trainer = Trainer::new(config, &mesh, part)?;
                 trainer.train(&batches(&fixture, &fixture.run, &mesh)?, |_| Ok(()))?;
-                let stage = trainer.stage();
-                let weights = gather(stage, &mesh, |index| stage.params().values(index))?;
+                let part = trainer.part();
+                let weights = gather(part, &mesh, |index| part.params().values(index))?;
                 if mesh.world.rank() == 0 {
                     *all.lock().unwrap() = weights;
                 }

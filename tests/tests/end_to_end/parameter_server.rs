@@ -10,8 +10,8 @@ use candle_core::{Device, Result};
 use candle_parallel::checkpoint::{CheckpointManifest, CheckpointSaver, TrainingCheckpoint};
 use candle_parallel::{Recompute, ZeroStage};
 use candle_train::{
-    Batches, Checkpoints, Consistency, ParameterServer, SampleConfig, Samples, StepMetrics,
-    Trainer, TrainingRecord, Worker,
+    Batches, Checkpoints, Consistency, DataPosition, ParameterServer, SampleConfig, Samples,
+    StepMetrics, Trainer, TrainingRecord, Worker,
 };
 
 use crate::fixture::{Fixture, Run};
@@ -87,7 +87,7 @@ fn serve_saving(
         let train = run.train_config(layout);
         let mut trainer = Trainer::of_server(train, &mesh, load(&mesh)?, server)?;
         if let Some(saving) = saving {
-            let saver = CheckpointSaver::new(&mesh.world, (saving.dir, run.steps), None)?;
+            let saver = CheckpointSaver::new(&mesh.world, saving.dir, run.steps, None)?;
             let is_first = mailbox.rank() == 0;
             let record = TrainingRecord::default();
             let checkpoints = Checkpoints::new(saver, Some(2), record, is_first);
@@ -99,10 +99,10 @@ fn serve_saving(
             Ok(())
         })?;
         if saving.is_some() {
-            trainer.save_checkpoint(&batches(0)?)?;
+            trainer.save_checkpoint(DataPosition::of(&batches(0)?, trainer.step())?)?;
         }
-        let params = trainer.stage().params();
-        let weights = gather(trainer.stage(), &mesh, |index| params.values(index))?;
+        let params = trainer.part().params();
+        let weights = gather(trainer.part(), &mesh, |index| params.values(index))?;
         if mailbox.rank() == 0 {
             *seen.lock().unwrap() = Some((metrics, weights));
         }

@@ -34,8 +34,8 @@ fn tensor_parallel_ranks_keep_equal_copies() {
                         ..DataParallel::default()
                     });
                     let vb = store.builder(DType::F32, mesh.world.device());
-                    let stage = CausalLm::stage(&fixture.config(), &mesh, &vb)?;
-                    let mut trainer = Trainer::new(run.train_config(layout), &mesh, stage)?;
+                    let part = CausalLm::part(&fixture.config(), &mesh, &vb)?;
+                    let mut trainer = Trainer::new(run.train_config(layout), &mesh, part)?;
                     trainer.train(&batches(&fixture, &run, &mesh)?, |_| Ok(()))?;
                     trainer.save_hf(&save)
                 });

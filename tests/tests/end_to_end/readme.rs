@@ -3,13 +3,16 @@
 use std::path::Path;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup};
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Device, Error, Module, Result, Shape, Tensor, bail};
+use candle_nn::Init;
 use candle_parallel::checkpoint::{HfSave, sidecar_files};
 use candle_parallel::{
-    AdamWConfig, Block, ColumnParallelLinear, DistributedOptimizer, Gradients, MicroBatch,
-    ParamBuilder, ParamStore, Pipeline, PlainBlock, RowParallelLinear, Schedule, Stage, ZeroStage,
+    AdamWConfig, Block, ColumnParallelLinear, DistributedOptimizer, Gradients, Loss, ModelPart,
+    Needs, Optimizer, Param, ParamBuilder, ParamGroup, ParamMatrix, ParamSlice, ParamStore,
+    Parameters, Pass, Pipeline, Placement, PlainBlock, RowParallelLinear, Schedule, Shard,
+    UpdateStep, ZeroStage, in_graph,
 };
-use candle_train::{Batches, TrainConfig, Trainer};
+use candle_train::{Batches, Evaluation, TrainConfig, Trainer};
 use candle_train_models::{CausalLm, ModelConfig};
 
 #[rustfmt::skip]
@@ -17,21 +20,58 @@ use candle_train_models::{CausalLm, ModelConfig};
 fn with_the_trainer(
     world: ProcessGroup, dir: &Path, config: ModelConfig, train_config: TrainConfig, batches: Batches,
 ) -> Result<()> {
-    let mesh = Mesh::new(world, Degrees { pp: 2, dp: 2, cp: 1, tp: 2 })?;
+    let mesh = Mesh::new(world, Degrees { pp: 2, dp: 2, tp: 2, ..Degrees::default() })?;
     let store = ParamStore::from_pretrained(dir)?.with_data_parallel(ZeroStage::Three);
-    let stage = CausalLm::stage(&config, &mesh, &store.builder(DType::F32, &Device::Cpu))?;
-    let mut trainer = Trainer::new(train_config, &mesh, stage)?;
+    let part = CausalLm::part(&config, &mesh, &store.builder(DType::F32, &Device::Cpu))?;
+    let mut trainer = Trainer::new(train_config, &mesh, part)?;
     trainer.train(&batches, |step| { println!("{} {}", step.step, step.loss); Ok(()) })?;
     trainer.save_hf(&HfSave::new("out", sidecar_files(dir)?))
+}
+
+struct Image {
+    pixels: Tensor,
+    label: Tensor,
+}
+
+#[rustfmt::skip]
+#[expect(dead_code, reason = "compiled, not run")]
+fn with_batches_of_ones_own(
+    mut trainer: Trainer, held_out: Vec<Pass>, images: impl Iterator<Item = Image>,
+) -> Result<()> {
+    trainer = trainer.with_evaluation(Evaluation::new(move || held_out.clone().into_iter().map(Ok)).with_every(Some(100)));
+    trainer.train(images.map(|image| Ok(vec![Pass::train(image.pixels, image.label)])), |_| Ok(()))?;
+    Ok(())
+}
+
+#[rustfmt::skip]
+#[expect(dead_code, reason = "compiled, not run")]
+fn with_borders_of_ones_own(part: ModelPart) -> Result<ModelPart> {
+    let part = part.with_borders(|block, pass| {
+        let (b, t) = pass.dims()?;
+        let shape = if block < 3 { Shape::from((b, t, 512)) } else { Shape::from((b, 512)) };
+        Ok(vec![(shape, DType::BF16)])
+    });
+    Ok(part)
+}
+
+#[rustfmt::skip]
+#[expect(dead_code, reason = "compiled, not run")]
+fn with_fused_weights(
+    mesh: Mesh, vb: ParamBuilder, num_heads: usize, num_kv_heads: usize, head_dim: usize, hidden: usize, init: Init,
+) -> Result<Tensor> {
+    let rows = |heads: usize| Ok::<_, Error>(Shard::even(0, heads, &mesh.tp)?.scaled(head_dim));
+    let qkv = Shard::fused(&[rows(num_heads)?, rows(num_kv_heads)?, rows(num_kv_heads)?])?;
+    let weight = vb.get_placed((qkv.global(), hidden), "qkv_proj.weight", Placement::Sharded(qkv), init)?;
+    Ok(weight)
 }
 
 #[rustfmt::skip]
 #[expect(dead_code, reason = "compiled, not run")]
 fn with_a_loop_of_ones_own(
-    pipeline: &Pipeline, stage: Stage, micro_batches: Vec<MicroBatch>, mut gradients: Gradients,
+    pipeline: &Pipeline, part: ModelPart, micro_batches: Vec<Pass>, mut gradients: Gradients,
     mut optimizer: DistributedOptimizer, learning_rate: f64,
 ) -> Result<f64> {
-    pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;
+    pipeline.forward_backward(&part, &micro_batches, &mut gradients)?;
     let report = optimizer.step(&mut gradients, learning_rate, Some(1.0))?;
     Ok(report.loss.mean)
 }
@@ -43,29 +83,89 @@ struct Mlp {
 }
 
 impl PlainBlock for Mlp {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        xs + self.down.forward(&self.up.forward(xs)?.gelu()?)?
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        xs + in_graph(&self.down, &in_graph(&self.up, xs, pass)?.gelu()?, pass)?
     }
 }
 
-type BuildBlock = fn(usize, &ProcessGroup, ParamBuilder) -> Result<Box<dyn Block>>;
+type BuildBlock = fn(usize, &ProcessGroup, ParamBuilder) -> Result<Block>;
 
 #[rustfmt::skip]
 #[expect(dead_code, reason = "compiled, not run")]
 fn with_a_model_of_ones_own(
-    world: ProcessGroup, num_blocks: usize, hidden_size: usize, block: BuildBlock, batches: Vec<Vec<MicroBatch>>,
+    world: ProcessGroup, num_blocks: usize, hidden_size: usize, block: BuildBlock, batches: Vec<Vec<Pass>>,
 ) -> Result<()> {
-    let mesh = Mesh::new(world, Degrees { pp: 2, dp: 2, cp: 1, tp: 2 })?;
+    let mesh = Mesh::new(world, Degrees { pp: 2, dp: 2, tp: 2, ..Degrees::default() })?;
     let vb = ParamStore::init(0).builder(DType::F32, mesh.world.device());
-    let stage = Stage::build(&mesh, &vb, num_blocks, hidden_size, |index, vb| block(index, &mesh.tp, vb))?;
+    let part = ModelPart::build(&mesh, &vb, num_blocks, hidden_size, |index, vb| block(index, &mesh.tp, vb))?;
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-    let mut gradients = Gradients::new(stage.params(), &mesh)?;
-    let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, AdamWConfig::default())?;
+    let mut gradients = Gradients::new(part.params(), &mesh)?;
+    let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, AdamWConfig::default())?;
     for micro_batches in batches {
-        pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;
+        pipeline.forward_backward(&part, &micro_batches, &mut gradients)?;
         println!("loss {}", optimizer.step(&mut gradients, 3e-4, Some(1.0))?.loss.mean);
     }
     Ok(())
+}
+
+#[rustfmt::skip]
+#[expect(dead_code, reason = "compiled, not run")]
+fn with_a_model_as_it_is(mesh: Mesh) -> Result<ModelPart> {
+    let part = ModelPart::whole(
+        &mesh,
+        &ParamStore::init(0).with_data_parallel(ZeroStage::Three).builder(DType::F32, mesh.world.device()),
+        |vb| candle_nn::linear(784, 10, vb.var_builder()),
+        |model, pass| {
+            let logits = model.forward(&pass.inputs().to_dtype(DType::F32)?)?;
+            let losses = candle_nn::loss::cross_entropy(&logits, pass.targets()?)?;
+            let count = pass.num_targets()? as f64;
+            Ok(Loss::new((losses * count)?, count))
+        },
+    )?;
+    Ok(part)
+}
+
+struct Muon;
+
+#[rustfmt::skip]
+impl Optimizer for Muon {
+    fn state_names(&self) -> &'static [&'static str] {
+        &["momentum"]
+    }
+
+    fn needs(&self, _param: &Param) -> Needs {
+        Needs::Matrix
+    }
+
+    fn update(&self, _slice: &ParamSlice<'_>, _step: &UpdateStep) -> Result<()> {
+        bail!("Muon updates matrices only")
+    }
+
+    fn update_matrix(&self, matrix: &ParamMatrix<'_>, step: &UpdateStep) -> Result<()> {
+        let grad = (matrix.grad() * step.grad_scale)?;
+        let momentum = ((&matrix.state()[0] * 0.95)? + &grad)?;
+        matrix.set_state(0, &momentum)?;
+        let direction = matrix.whole(&(grad + (momentum * 0.95)?)?)?;
+        let update = matrix.part(&orthogonal(&direction)?)?;
+        matrix.set_weights(&(matrix.weights()? - (update * step.lr)?)?)
+    }
+
+    fn validate(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+fn orthogonal(matrix: &Tensor) -> Result<Tensor> {
+    let norm = matrix.sqr()?.sum_all()?.sqrt()?;
+    matrix.broadcast_div(&norm)
+}
+
+#[rustfmt::skip]
+#[expect(dead_code, reason = "compiled, not run")]
+fn with_a_rule_of_ones_own(params: &Parameters, mesh: Mesh) -> Result<DistributedOptimizer> {
+    let muon = ParamGroup::new(|name| name.ends_with("proj.weight")).with_rule(Muon).with_lr_scale(10.0);
+    let optimizer = DistributedOptimizer::adamw(params, &mesh, AdamWConfig::default())?.with_groups(vec![muon])?;
+    Ok(optimizer)
 }
 
 fn without_indent(text: &str) -> String {
@@ -77,7 +177,7 @@ fn without_indent(text: &str) -> String {
 /// A page of the documents, and how many blocks of Rust it has.
 const PAGES: [(&str, usize); 2] = [
     (include_str!("../../../README.md"), 2),
-    (include_str!("../../../docs/custom-models.md"), 2),
+    (include_str!("../../../docs/custom-models.md"), 8),
 ];
 
 #[test]

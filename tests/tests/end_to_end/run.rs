@@ -8,8 +8,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::checkpoint::gather_full;
 use candle_parallel::{
-    Adapter, DataParallel, Gradients, LoraConfig, MicroBatch, ParamStore, Pipeline, Recompute,
-    Schedule, Stage, WeightFormat, ZeroStage,
+    Adapter, DataParallel, Gradients, LoraConfig, ModelPart, ParamStore, Pass, Pipeline, Recompute,
+    Schedule, WeightFormat, ZeroStage,
 };
 use candle_train::hub::DataUse;
 use candle_train::{
@@ -175,39 +175,39 @@ fn train_rank(
     (mask, variant): (Mask, Variant),
     mesh: &Mesh,
 ) -> Result<Outcome> {
-    let stage = load_variant(fixture, mesh, (layout, variant))?;
+    let part = load_variant(fixture, mesh, (layout, variant))?;
     let batches = batches(fixture, run, mesh)?;
     let config = run.train_config(layout);
 
-    let mut gradients = Gradients::new(stage.params(), mesh)?;
+    let mut gradients = Gradients::new(part.params(), mesh)?;
     if variant.dtype == DType::F16 {
         gradients.set_loss_scale(config.loss_scaling.init);
     }
     let pipeline = Pipeline::new(layout.schedule, mesh);
     let micro_batches = masked(&batches, 0, mask, mesh)?;
-    pipeline.forward_backward(&stage, &micro_batches, &mut gradients)?;
+    pipeline.forward_backward(&part, &micro_batches, &mut gradients)?;
     let local = gradients.reduce()?.local_gradients()?;
-    let mut first_gradients = gather(&stage, mesh, |index| match local.get(&index) {
+    let mut first_gradients = gather(&part, mesh, |index| match local.get(&index) {
         Some(grad) => Ok(grad.clone()),
         None => {
-            let shape = stage.params().get(index).local_shape();
-            Tensor::zeros(shape, DType::F32, stage.device())
+            let shape = part.params().get(index).local_shape();
+            Tensor::zeros(shape, DType::F32, part.device())
         }
     })?;
-    let catalog = stage.params().catalog();
+    let catalog = part.params().catalog();
     let is_trained = |name: &str| {
         let mut trained = catalog.iter().filter(|entry| entry.trainable);
         trained.any(|entry| entry.name == name)
     };
     first_gradients.retain(|name, _| is_trained(name));
 
-    let mut trainer = Trainer::new(config, mesh, stage)?;
+    let mut trainer = Trainer::new(config, mesh, part)?;
     let metrics = (0..run.steps)
         .map(|step| trainer.train_step(&masked(&batches, step, mask, mesh)?))
         .collect::<Result<Vec<_>>>()?;
-    let stage = trainer.stage();
-    let values = |index| stage.params().values(index);
-    let final_weights = gather(stage, mesh, values)?;
+    let part = trainer.part();
+    let values = |index| part.params().values(index);
+    let final_weights = gather(part, mesh, values)?;
     Ok(Outcome {
         metrics,
         first_gradients,
@@ -222,28 +222,28 @@ fn train_rank(
 }
 
 /// This rank's micro-batches of a step, with the ignored targets marked.
-fn masked(batches: &Batches, step: usize, mask: Mask, mesh: &Mesh) -> Result<Vec<MicroBatch>> {
+fn masked(batches: &Batches, step: usize, mask: Mask, mesh: &Mesh) -> Result<Vec<Pass>> {
     let mut sequence = mesh.dp.rank() * batches.config().global_batch_size / mesh.dp.world_size();
     let mut micro_batches = batches.batch(step)?;
     for batch in &mut micro_batches {
         let (b, t) = batch.dims()?;
-        let Some(targets) = &batch.targets else {
-            continue;
-        };
+        let targets = batch.targets()?.clone();
         let mut ids = targets.flatten_all()?.to_vec1::<u32>()?;
         for (i, id) in ids.iter_mut().enumerate() {
             if mask(sequence + i / t, i % t) {
                 *id = IGNORE_INDEX;
             }
         }
-        batch.targets = Some(Tensor::from_vec(ids, (b, t), targets.device())?);
+        let targets = Tensor::from_vec(ids, (b, t), targets.device())?;
+        *batch =
+            Pass::train(batch.inputs().clone(), targets).with_documents(batch.documents().cloned());
         sequence += b;
     }
     Ok(micro_batches)
 }
 
 /// This rank's stage of the fixture's model.
-pub fn load(fixture: &Fixture, mesh: &Mesh) -> Result<Stage> {
+pub fn load(fixture: &Fixture, mesh: &Mesh) -> Result<ModelPart> {
     let layout = Layout {
         zero: ZeroStage::One,
         ..Layout::new(1, 1, 1)
@@ -256,7 +256,7 @@ pub fn load_variant(
     fixture: &Fixture,
     mesh: &Mesh,
     (layout, variant): (Layout, Variant),
-) -> Result<Stage> {
+) -> Result<ModelPart> {
     let store = ParamStore::from_pretrained(fixture.model_dir())?
         .with_data_parallel(layout.data_parallel())
         .freeze(variant.is_frozen);
@@ -274,7 +274,7 @@ pub fn load_variant(
         })?,
     };
     let vb = store.builder(variant.dtype, mesh.world.device());
-    Ok(CausalLm::stage(&fixture.config(), mesh, &vb)?.with_recompute(|_| variant.recompute))
+    Ok(CausalLm::part(&fixture.config(), mesh, &vb)?.with_recompute(|_| variant.recompute))
 }
 
 /// The fixtures' text.
@@ -296,16 +296,16 @@ pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {
 
 /// Whole tensors by name, on rank 0, but for those in blocks.
 pub fn gather(
-    stage: &Stage,
+    part: &ModelPart,
     mesh: &Mesh,
     local: impl Fn(usize) -> Result<Tensor>,
 ) -> Result<Tensors> {
     let mut tensors = Tensors::new();
     let is_in_blocks = |form: &str| ["q8_0", "q4k"].contains(&form);
-    let catalog = stage.params().catalog().iter();
+    let catalog = part.params().catalog().iter();
     // Blocks are no values, and never written.
     for entry in catalog.filter(|entry| !is_in_blocks(&entry.form)) {
-        let whole = gather_full(stage.params(), mesh, entry, DType::F32, &local)?;
+        let whole = gather_full(part.params(), mesh, entry, DType::F32, &local)?;
         if let Some(whole) = whole {
             assert_eq!(whole.dims(), entry.shape);
             tensors.insert(entry.name.clone(), whole.flatten_all()?.to_vec1::<f32>()?);

@@ -8,7 +8,7 @@ use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use candle_parallel::checkpoint::{Checkpoint, HfSave, save_hf, sidecar_files};
-use candle_parallel::{MicroBatch, Pipeline, Stage};
+use candle_parallel::{ModelPart, Pass, Pipeline, Schedule};
 use candle_train::Trainer;
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_transformers::models::llama;
@@ -32,13 +32,19 @@ fn raw_tensors(dir: &Path) -> Raw {
         .collect()
 }
 
-fn save(fixture: &Fixture, stage: &Stage, mesh: &Mesh, to: &Path, max_bytes: usize) -> Result<()> {
+fn save(
+    fixture: &Fixture,
+    part: &ModelPart,
+    mesh: &Mesh,
+    to: &Path,
+    max_bytes: usize,
+) -> Result<()> {
     let to = HfSave {
         max_file_bytes: max_bytes,
         overwrite: true,
         ..HfSave::new(to, sidecar_files(&fixture.model_dir())?)
     };
-    save_hf(stage.params(), mesh, &to)
+    save_hf(part.params(), mesh, &to)
 }
 
 #[test]
@@ -62,8 +68,8 @@ fn an_untrained_checkpoint_is_saved_as_it_was_loaded() {
                 let output = tempdir().unwrap();
                 launch(layout, |world| {
                     let mesh = Mesh::new(world, layout.degrees())?;
-                    let stage = load(&fixture, &mesh)?;
-                    save(&fixture, &stage, &mesh, output.path(), max_file_bytes)
+                    let part = load(&fixture, &mesh)?;
+                    save(&fixture, &part, &mesh, output.path(), max_file_bytes)
                 })
                 .unwrap();
                 let what = format!("{name} {layout:?}");
@@ -79,15 +85,11 @@ fn an_untrained_checkpoint_is_saved_as_it_was_loaded() {
 }
 
 /// Logits of the last position of `ids`, by this library's model.
-fn our_logits(stage: &Stage, mesh: &Mesh, ids: &[u32], vocab_size: usize) -> Result<Vec<f32>> {
-    let batch = MicroBatch {
-        tokens: Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?,
-        targets: None,
-        documents: None,
-        past: None,
-    };
-    let last = |logits: Tensor| logits.get(0)?.get(ids.len() - 1);
-    Pipeline::infer(&mesh.pp, stage, &batch, vocab_size, last)?.to_vec1()
+fn our_logits(part: &ModelPart, mesh: &Mesh, ids: &[u32]) -> Result<Vec<f32>> {
+    let batch = Pass::infer(Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?);
+    let pipeline = Pipeline::new(Schedule::GPipe, mesh);
+    let logits = pipeline.logits(part, &batch, &[ids.len() - 1])?;
+    logits.get(0)?.to_vec1()
 }
 
 /// The same by candle's own Llama.
@@ -127,10 +129,9 @@ fn train_and_save(
         let config = run.train_config(layout);
         let mut trainer = Trainer::new(config, &mesh, load(fixture, &mesh)?)?;
         trainer.train(&batches(fixture, &run, &mesh)?, |_| Ok(()))?;
-        let vocab_size = fixture.config().vocab_size;
-        let ours = our_logits(trainer.stage(), &mesh, ids, vocab_size)?;
+        let ours = our_logits(trainer.part(), &mesh, ids)?;
         logits.lock().unwrap().push(ours);
-        save(fixture, trainer.stage(), &mesh, to, max_file_bytes)
+        save(fixture, trainer.part(), &mesh, to, max_file_bytes)
     })
     .unwrap();
     logits.into_inner().unwrap()
@@ -163,8 +164,8 @@ fn trained_checkpoints_are_saved_with_the_config_they_had_or_one_that_says_the_s
         let layout = Layout::new(1, 1, 1);
         launch(layout, |world| {
             let mesh = Mesh::new(world, layout.degrees())?;
-            let stage = load(&fixture, &mesh)?;
-            let logits = our_logits(&stage, &mesh, &ids, fixture.config().vocab_size)?;
+            let part = load(&fixture, &mesh)?;
+            let logits = our_logits(&part, &mesh, &ids)?;
             let tensors = [
                 (
                     "ids",

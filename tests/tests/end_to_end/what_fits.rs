@@ -115,21 +115,20 @@ fn bytes(large: &Sizes, method: Method) -> Result<Bytes> {
         .store()?
         .without_values()
         .builder(DType::F32, &Device::Cpu);
-    let stage = CausalLm::stage(&config, &mesh, &builder)?;
-    let params = stage.params().catalog().iter().map(|entry| PlannedParam {
+    let part = CausalLm::part(&config, &mesh, &builder)?;
+    let params = part.params().catalog().iter().map(|entry| PlannedParam {
         shape: &entry.shape,
         is_trained: entry.trainable,
         is_inner: entry.name.starts_with("model.layers."),
     });
-    let formats = (DType::BF16, method.frozen_format());
-    let state = planned_memory(params, formats, 0);
+    let state = planned_memory(params, DType::BF16, method.frozen_format(), 0);
     let state: u64 = MemoryCategory::ALL
         .map(|category| state.of(category).peak)
         .iter()
         .sum();
     let activations = [Recompute::None, Recompute::Full].map(|recompute| {
-        let blocks = stage.block_indices().skip(stage.num_frozen_blocks());
-        let of_token = CausalLm::tape_bytes_of_blocks(&config, blocks, (DType::BF16, 1), recompute);
+        let blocks = part.block_indices().skip(part.num_frozen_blocks());
+        let of_token = CausalLm::tape_bytes_of_blocks(&config, blocks, DType::BF16, 1, recompute);
         (NUM_TOKENS * of_token) as f64
     });
     Ok(Bytes {

@@ -113,10 +113,11 @@ impl Way {
         let of_token = CausalLm::tape_bytes_of_blocks(
             config,
             0..config.num_hidden_layers + 2,
-            (self.dtype, 1),
+            self.dtype,
+            1,
             Recompute::None,
         );
-        let formats = (self.dtype, self.base);
-        planned_memory(own.chain(beside), formats, num_tokens * of_token)
+        let activations = num_tokens * of_token;
+        planned_memory(own.chain(beside), self.dtype, self.base, activations)
     }
 }

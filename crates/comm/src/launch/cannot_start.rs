@@ -22,12 +22,11 @@ static HAS_MET: AtomicBool = AtomicBool::new(false);
 /// All ranks know the same reason why they end, and rank 0 shows it for all.
 static IS_SAID_BY_ALL: AtomicBool = AtomicBool::new(false);
 
-/// Tells the other processes of a run that this one cannot start, and why, and calls `say` with what this one is to show to the user, if
-/// anything: rank 0 speaks for all that come within 5 s, and without naming ranks if all say the same; if they do not, a rank whose own
-/// reason it is says the same as rank 0, which may be on another host. A rank that cannot meet it, or that has failed since they met,
-/// speaks for itself.
+/// Reports that this process cannot start, and why. Rank 0 collects reports for 5 s and shows one message by `say`, without naming ranks if
+/// all say the same; if they do not, a rank with a reason of its own shows that message too, as rank 0 may be on another host. A rank that
+/// cannot reach rank 0, or that has failed since they met, shows its own.
 ///
-/// It is the last call about ranks that a process makes, after or instead of [`run`](super::run).
+/// No call about ranks may follow; it may come after or instead of [`run`](super::run).
 pub fn cannot_start(env: &RankEnv, why: &str, say: impl FnOnce(&str)) {
     if env.world_size() == 1 {
         return say(why);

@@ -14,11 +14,11 @@ pub(super) struct Inbox {
     limit: usize,
     /// Bytes that a tensor from another process may have.
     largest_tensor: AtomicUsize,
-    state: Mutex<State>,
+    state: Mutex<Inbound>,
     changed: Condvar,
 }
 
-struct State {
+struct Inbound {
     mails: VecDeque<Mail>,
     /// By rank.
     senders: Vec<Sender>,
@@ -39,7 +39,7 @@ struct Sender {
 
 impl Inbox {
     pub fn new(world_size: usize, config: &MailboxConfig) -> Self {
-        let state = State {
+        let state = Inbound {
             mails: VecDeque::new(),
             senders: vec![Sender::default(); world_size],
             is_closed: false,
@@ -135,7 +135,7 @@ impl Inbox {
     fn wait_for<T>(
         &self,
         limit: Duration,
-        mut come: impl FnMut(&mut State) -> Option<T>,
+        mut come: impl FnMut(&mut Inbound) -> Option<T>,
     ) -> Option<T> {
         let mut deadline = Deadline::new(limit);
         let mut state = self.lock();
@@ -148,18 +148,18 @@ impl Inbox {
         }
     }
 
-    fn change(&self, change: impl FnOnce(&mut State)) {
+    fn change(&self, change: impl FnOnce(&mut Inbound)) {
         change(&mut self.lock());
         self.changed.notify_all();
     }
 
     /// No code panics while it holds the lock, so a poisoned one still guards a sound state.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Inbound> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl Inbound {
     fn find(&mut self, from: Option<usize>, tag: Option<u64>) -> Option<Received> {
         let is_wanted = |mail: &Mail| {
             from.is_none_or(|from| mail.from == from) && tag.is_none_or(|tag| mail.tag == tag)

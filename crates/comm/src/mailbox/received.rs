@@ -13,6 +13,7 @@ pub enum Received {
 
 /// A message of one rank to another.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Mail {
     /// The rank that sent it.
     pub from: usize,

@@ -21,7 +21,7 @@ pub(super) struct InFlight {
     /// What this rank called, where.
     pub call: Call,
     tensors: Mutex<Tensors>,
-    state: Mutex<State>,
+    state: Mutex<InFlightState>,
     changed: Condvar,
 }
 
@@ -35,7 +35,7 @@ pub(super) struct Tensors {
 }
 
 #[derive(Default)]
-struct State {
+struct InFlightState {
     outcome: Option<Result<Vec<Tensor>>>,
     /// The world ranks that have not arrived.
     missing: Vec<usize>,

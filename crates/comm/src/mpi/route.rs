@@ -146,7 +146,7 @@ impl Route {
             steps.push(step(lane, gives, vec![to], Kind::Contribution));
         }
         if piece.sources.only == Some(rank) && piece.destinations.has(rank) {
-            // What is only copied, from here, is here.
+            // This rank is both the only source and a destination: there is nothing to receive.
             let (lane, kind) = (Lane::To(rank), Kind::Contribution);
             steps.push(step(lane, Gives::Result, Vec::new(), kind));
         } else if piece.destinations.has(rank) {

@@ -20,13 +20,13 @@ pub(super) struct Run {
     pub deadline: Duration,
     /// The stream on which the rank computes.
     pub compute: Arc<CudaStream>,
-    state: Mutex<State>,
+    state: Mutex<SessionState>,
     /// Held by who aborts the groups.
     aborting: Mutex<()>,
 }
 
 #[derive(Default)]
-struct State {
+struct SessionState {
     /// How the run has failed, if it has.
     failure: Option<Error>,
     /// In the order in which they came to be; none after a failure, which has aborted them.

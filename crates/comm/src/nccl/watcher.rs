@@ -25,9 +25,9 @@ pub(super) struct UnderWay {
     /// What was called, where, in which group.
     pub call: String,
     pub group: Arc<Group>,
-    /// Recorded behind what makes its inputs; none once the GPU has come so far.
+    /// The event recorded after what makes its inputs; none once the GPU has reached it.
     pub ready: Option<CudaEvent>,
-    /// Recorded behind it.
+    /// The event recorded after the operation.
     pub done: Arc<CudaEvent>,
     /// What it only sends, which nothing else keeps until it is complete.
     pub _sent: Vec<Tensor>,

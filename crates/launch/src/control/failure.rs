@@ -14,6 +14,7 @@ const GRACE: Duration = Duration::from_secs(1);
 
 /// Why a run ended before its ranks had left it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Failure {
     /// What kind of end it is.
     pub kind: FailureKind,
@@ -32,6 +33,7 @@ impl Failure {
 
 /// The ways in which a run ends early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum FailureKind {
     /// A rank's process is gone, or cannot be reached.
     Died,

@@ -22,12 +22,12 @@ pub(super) struct Link {
     clock: RunClock,
     outbox: Outbox,
     stream: TcpStream,
-    state: Mutex<State>,
+    state: Mutex<LinkState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct LinkState {
     activity: Activity,
     /// When the server was last heard of, and what rank 0 then did.
     heard: Duration,
@@ -132,7 +132,7 @@ impl Link {
     }
 
     /// Waits for something that comes, or for the end of the run.
-    fn wait_for<T>(&self, come: impl Fn(&mut State) -> Option<T>) -> Result<T> {
+    fn wait_for<T>(&self, come: impl Fn(&mut LinkState) -> Option<T>) -> Result<T> {
         let mut state = self.lock();
         loop {
             if let Some(here) = come(&mut state) {
@@ -162,7 +162,7 @@ impl Link {
             self.tell_activity(&state);
             self.outbox.tell(&FromRank::Failed { kind, message });
         }
-        let is_unknown = |state: &mut State| state.failure.is_none() || !state.printed;
+        let is_unknown = |state: &mut LinkState| state.failure.is_none() || !state.printed;
         let waited = self.changed.wait_timeout_while(state, limit, is_unknown);
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         state.failure.clone()
@@ -221,7 +221,7 @@ impl Link {
         true
     }
 
-    fn tell_activity(&self, state: &State) {
+    fn tell_activity(&self, state: &LinkState) {
         let snapshot = state.activity.snapshot(self.clock.now());
         self.outbox.tell(&FromRank::Beat(snapshot));
     }
@@ -250,7 +250,7 @@ impl Link {
     }
 
     /// The run ends for this reason, of which this rank hears now.
-    fn end(self: &Arc<Self>, state: &mut State, failure: Failure) {
+    fn end(self: &Arc<Self>, state: &mut LinkState, failure: Failure) {
         if state.failure.is_some() {
             return;
         }
@@ -272,7 +272,7 @@ impl Link {
         });
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, LinkState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -2,12 +2,16 @@
 //!
 //! A forward pass counts 4 · sequences · heads · head_dim · tokens² / 2 operations (the causal half counts once), with a window
 //! tokens · window - window² / 2 instead of tokens² / 2; a backward pass 2.5 times as many, as FlashAttention's authors count
-//! (arXiv:2307.08691, section 4.1).
+//! (arXiv:2307.08691, section 4.1). Each of packed documents counts as a sequence.
 
 use crate::random;
 use crate::timer::secs_of_call;
 use candle_core::{Device, Result, Tensor, bail};
-use candle_ops::{AttentionGrad, AttentionSpec, HeadGroups, attention_backward, attention_forward};
+use candle_ops::{
+    AttentionGrad, AttentionSpec, DocumentStarts, HeadGroups, attention_backward, attention_forward,
+};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 /// What attention reads, of the sizes sequences, tokens, heads, key/value heads and head_dim.
 pub struct Inputs {
@@ -15,7 +19,15 @@ pub struct Inputs {
     pub k: Tensor,
     pub v: Tensor,
     pub grad: Tensor,
-    spec: AttentionSpec,
+    pub spec: AttentionSpec,
+}
+
+/// How far back a query sees.
+#[derive(Clone, Copy, Default)]
+pub struct Seen {
+    pub window: Option<usize>,
+    /// Tokens of the longest of the documents that sequences are made of; none: each is one.
+    pub longest: Option<usize>,
 }
 
 /// What it returns.
@@ -28,7 +40,7 @@ impl Inputs {
     pub fn new(
         device: &Device,
         [b, t, heads, kv_heads, d]: [usize; 5],
-        window: Option<usize>,
+        seen: Seen,
     ) -> Result<Self> {
         if !heads.is_multiple_of(kv_heads) {
             bail!("expected HEADS to be a multiple of KV_HEADS, got {heads} and {kv_heads}")
@@ -42,8 +54,11 @@ impl Inputs {
             spec: AttentionSpec {
                 scale: 1.0 / (d as f32).sqrt(),
                 groups: HeadGroups::new(heads / kv_heads),
-                window,
-                documents: None,
+                window: seen.window,
+                documents: seen
+                    .longest
+                    .map(|longest| documents((b, t), longest))
+                    .transpose()?,
             },
         })
     }
@@ -67,21 +82,51 @@ impl Inputs {
     }
 }
 
-pub fn measure(device: &Device, sizes: [usize; 5], window: Option<usize>) -> Result<()> {
-    let inputs = Inputs::new(device, sizes, window)?;
+/// Of each length up to the longest, the same in each run.
+fn documents((b, t): (usize, usize), longest: usize) -> Result<DocumentStarts> {
+    let mut rng = ChaCha8Rng::seed_from_u64(0);
+    let mut starts = Vec::with_capacity(b * t);
+    for row in 0..b {
+        while starts.len() < (row + 1) * t {
+            let start = starts.len() - row * t;
+            let len = rng.random_range(1..=longest).min(t - start);
+            starts.extend(std::iter::repeat_n(start as u32, len));
+        }
+    }
+    DocumentStarts::new(starts, (b, t))
+}
+
+/// Scores that are seen, counted as above.
+fn num_seen(spec: &AttentionSpec, (b, t): (usize, usize)) -> f64 {
+    let of_one = |len: usize| {
+        let len = len as f64;
+        let window = spec.window.map_or(len, |window| len.min(window as f64));
+        window * (len - window / 2.0)
+    };
+    match &spec.documents {
+        Some(documents) => documents.lens().map(of_one).sum(),
+        None => b as f64 * of_one(t),
+    }
+}
+
+pub fn measure(device: &Device, sizes: [usize; 5], seen: Seen) -> Result<()> {
+    let inputs = Inputs::new(device, sizes, seen)?;
     let outputs = inputs.forward()?;
     let forward = secs_of_call(device, || inputs.forward().map(drop))?;
     let backward = secs_of_call(device, || inputs.backward(&outputs).map(drop))?;
     let [b, t, heads, _kv_heads, d] = sizes;
-    let (rows, t) = ((b * heads * d) as f64, t as f64);
-    let window = window.map_or(t, |window| t.min(window as f64));
-    let flops = 4.0 * rows * window * (t - window / 2.0);
+    let flops = 4.0 * (heads * d) as f64 * num_seen(&inputs.spec, (b, t));
+    let kind = if seen.longest.is_some() {
+        "packed "
+    } else {
+        ""
+    };
     for (pass, secs, flops) in [
         ("forward", forward, flops),
         ("backward", backward, 2.5 * flops),
     ] {
         println!(
-            "{{\"op\": \"{pass}\", \"secs\": {secs}, \"tflops\": {}}}",
+            "{{\"op\": \"{kind}{pass}\", \"secs\": {secs}, \"tflops\": {}}}",
             flops / secs / 1e12
         );
     }

@@ -1,6 +1,6 @@
 //! A small product and attention with their inputs in a file, for another program to compare.
 
-use crate::attention::Inputs;
+use crate::attention::{Inputs, Seen};
 use crate::random;
 use candle_core::{Device, Result, Tensor, bail};
 use candle_ops::{linear_forward, linear_input_grad};
@@ -10,7 +10,7 @@ const PRODUCT: [usize; 3] = [192, 256, 320];
 /// Sequences, tokens, heads, key/value heads, head_dim: cuDNN takes it, with a last block of queries that is not full.
 const ATTENTION: [usize; 5] = [2, 200, 4, 2, 64];
 
-pub fn save(device: &Device, file: &[String], window: Option<usize>) -> Result<()> {
+pub fn save(device: &Device, file: &[String], seen: Seen) -> Result<()> {
     let [file] = file else {
         bail!("check: expected a FILE")
     };
@@ -21,8 +21,13 @@ pub fn save(device: &Device, file: &[String], window: Option<usize>) -> Result<(
     );
     let y = linear_forward(&x, &weight, None)?;
     let dx = linear_input_grad(&y, &weight)?;
-    let inputs = Inputs::new(device, ATTENTION, window)?;
-    let window = window.unwrap_or(ATTENTION[1]) as u32;
+    let inputs = Inputs::new(device, ATTENTION, seen)?;
+    let [b, t, ..] = ATTENTION;
+    let window = seen.window.unwrap_or(t) as u32;
+    let starts = match &inputs.spec.documents {
+        Some(documents) => documents.starts().to_vec(),
+        None => vec![0; b * t],
+    };
     let outputs = inputs.forward()?;
     let (dq, dk, dv) = inputs.backward(&outputs)?;
     let Inputs { q, k, v, grad, .. } = inputs;
@@ -32,6 +37,7 @@ pub fn save(device: &Device, file: &[String], window: Option<usize>) -> Result<(
         ("y", y),
         ("dx", dx),
         ("window", Tensor::new(window, &Device::Cpu)?),
+        ("starts", Tensor::from_vec(starts, (b, t), &Device::Cpu)?),
         ("q", q),
         ("k", k),
         ("v", v),

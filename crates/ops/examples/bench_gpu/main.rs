@@ -6,10 +6,10 @@
 //!
 //! | part | sizes | what a line tells |
 //! |---|---|---|
-//! | `attention` | `SEQUENCES TOKENS HEADS KV_HEADS HEAD_DIM [WINDOW]` | forward and backward apart, in TFLOP/s |
+//! | `attention` | `SEQUENCES TOKENS HEADS KV_HEADS HEAD_DIM [WINDOW [LONGEST]]` | forward and backward apart, in TFLOP/s; of sequences that are documents of up to LONGEST tokens |
 //! | `products` | `ROWSxINxOUT`, one or more | a linear layer's forward pass, gradient of the input and of the weight, in TFLOP/s |
 //! | `kernels` | `ROWS HIDDEN INTERMEDIATE VOCAB HEADS` | bytes that each kernel must read and write, a second, and their share of what a copy reaches |
-//! | `check` | `FILE [WINDOW]` | nothing measured: a product and an attention, forward and backward, with what went in, as safetensors |
+//! | `check` | `FILE [WINDOW [LONGEST]]` | nothing measured: a product and an attention, forward and backward, with what went in, as safetensors |
 //!
 //! On a GPU a time is the GPU's own, by events around several calls.
 
@@ -19,6 +19,7 @@ mod kernels;
 mod products;
 mod timer;
 
+use attention::Seen;
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 use candle_ops::{AttentionCode, DeviceChoice, GpuState};
 use std::time::Instant;
@@ -33,14 +34,14 @@ fn main() -> Result<()> {
     let open_secs = start.elapsed().as_secs_f64();
     match part.as_str() {
         "attention" => {
-            let (sizes, window) = sizes.split_at(sizes.len().min(5));
-            attention::measure(&device, numbers(part, sizes)?, last(part, window)?)?;
+            let (sizes, last) = sizes.split_at(sizes.len().min(5));
+            attention::measure(&device, numbers(part, sizes)?, seen(part, last)?)?;
         }
         "products" => products::measure(&device, sizes)?,
         "kernels" => kernels::measure(&device, numbers(part, sizes)?)?,
         "check" => {
-            let (file, window) = sizes.split_at(sizes.len().min(1));
-            check::save(&device, file, last(part, window)?)?;
+            let (file, last) = sizes.split_at(sizes.len().min(1));
+            check::save(&device, file, seen(part, last)?)?;
         }
         _ => bail!("expected attention, products, kernels or check, got {part}"),
     }
@@ -66,16 +67,16 @@ fn numbers<const N: usize>(part: &str, sizes: &[String]) -> Result<[usize; N]> {
         .map_err(|_| Error::Msg(format!("{part}: expected {N} sizes, got {count}")))
 }
 
-/// A last size that may be left out.
-fn last(part: &str, sizes: &[String]) -> Result<Option<usize>> {
-    match sizes {
-        [] => Ok(None),
-        [size] => number(size).map(Some),
-        [size, more @ ..] => bail!(
-            "{part}: expected nothing after {size}, got {}",
-            more.join(" ")
-        ),
+/// The last sizes, which may be left out.
+fn seen(part: &str, sizes: &[String]) -> Result<Seen> {
+    if let [_, _, more, ..] = sizes {
+        bail!("{part}: expected nothing after WINDOW and LONGEST, got {more}")
     }
+    let size = |index: usize| sizes.get(index).map(number).transpose();
+    Ok(Seen {
+        window: size(0)?,
+        longest: size(1)?,
+    })
 }
 
 fn number(size: impl AsRef<str>) -> Result<usize> {

@@ -4,11 +4,10 @@ use super::element::{Element, by_dtype};
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::values::Values;
+use crate::attention_spec::NAME;
 use crate::host::detached;
 use crate::{AttentionCode, AttentionSpec, OpOutput};
 use candle_core::{Result, Tensor, bail};
-
-pub(super) const NAME: &str = "causal_attention";
 
 /// Rows of queries or keys that a block works on.
 const TILE: usize = 16;

@@ -1,11 +1,12 @@
 //! The backward pass of causal attention on the GPU: scores are computed again, once for the queries' gradient and once for
 //! that of keys and values.
 
-use super::attention::{NAME, Sizes, read_starts, starts_on_gpu};
+use super::attention::{Sizes, read_starts, starts_on_gpu};
 use super::element::{Element, by_dtype};
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::values::{Fresh, Values};
+use crate::attention_spec::NAME;
 use crate::host::detached;
 use crate::{AttentionCode, AttentionGrad, AttentionSpec};
 use candle_core::{Result, Tensor};
@@ -38,7 +39,7 @@ pub(crate) fn attention_backward(
     by_dtype!(NAME, "q", q, T => {
         let gpu = Gpu::of(NAME, &q)?;
         let starts = starts_on_gpu(&q, spec)?;
-        let pass = Pass::new::<T>(&gpu, pass, (spec, &starts))?;
+        let pass = BackwardPass::new::<T>(&gpu, pass, (spec, &starts))?;
         let delta = pass.delta::<T>()?;
         let dq = pass.q_grad::<T>(&delta)?.into_tensor(q.shape());
         let (dk, dv) = pass.kv_grads::<T>(&delta)?;
@@ -47,7 +48,7 @@ pub(crate) fn attention_backward(
 }
 
 /// The tensors of [`AttentionGrad`], checked, of one dtype.
-struct Pass<'a> {
+struct BackwardPass<'a> {
     gpu: &'a Gpu,
     sizes: Sizes<'a>,
     starts: Option<Values<'a>>,
@@ -59,7 +60,7 @@ struct Pass<'a> {
     grad: Values<'a>,
 }
 
-impl<'a> Pass<'a> {
+impl<'a> BackwardPass<'a> {
     fn new<T: Element>(
         gpu: &'a Gpu,
         pass: AttentionGrad<'a>,

@@ -32,6 +32,8 @@ mod norm;
 mod pointer;
 mod profile;
 mod quantized;
+#[cfg(any(test, feature = "cudnn"))]
+mod ragged;
 mod rope;
 mod state;
 mod sums;

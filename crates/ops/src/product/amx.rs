@@ -8,8 +8,8 @@
 use super::emulated::{self, TilePairs};
 use super::kernel::{COLS, Kernel, tile_lines};
 use super::packing::Panel;
-use crate::amx_support::has_amx;
 use crate::lines::{LANES, Line};
+use crate::processor::has_amx;
 use std::arch::asm;
 
 /// Rows of a tile of sums.

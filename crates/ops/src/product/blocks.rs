@@ -3,13 +3,13 @@
 
 use super::caches::second_level;
 use super::kernel::{COLS, Kernel, ROW_LINES};
-use super::lanes::Format;
+use super::packing::Format;
 use super::packing::Layout;
-use super::registers::has_avx512;
 use super::store::Target;
 use crate::element::Element;
 use crate::lines::{LANES, Line, Lines};
 use crate::matrix::{Addend, Factors, MatrixMut, PARALLEL_MULTIPLICATIONS};
+use crate::processor::has_avx512;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -32,7 +32,7 @@ struct Sum {
 }
 
 /// Sums of one packing.
-struct Pass<'a> {
+struct Sweep<'a> {
     sums: &'a [Sum],
     /// Lanes along `k` of all.
     lanes: usize,
@@ -65,7 +65,7 @@ pub(super) unsafe fn multiply<K: Kernel, T: Element, Out: Element>(
         let cols = col..out.cols.min(col + block_cols);
         let target = Target::new(out, addend, cols.clone(), passes.len());
         for (i, sums) in passes.iter().enumerate() {
-            let pass = Pass {
+            let pass = Sweep {
                 sums,
                 lanes: pass_lanes(sums),
                 is_first: i == 0,
@@ -115,7 +115,7 @@ struct Block<'a, T, Out> {
     factors: &'a [Factors<'a, T>],
     target: &'a Target<'a, Out>,
     cols: Range<usize>,
-    pass: Pass<'a>,
+    pass: Sweep<'a>,
     is_parallel: bool,
 }
 

@@ -3,12 +3,12 @@
 
 use super::amx::{STEP_LINES, products};
 use super::kernel::{COLS, ROW_LINES};
-use super::lanes::{Format, Pairs};
+use super::packing::{Format, Pairs};
 use super::packing::{Layout, Panel};
-use super::registers::has_avx512_bf16;
 use crate::element::Element;
 use crate::lines::{LANES, Line};
 use crate::matrix::Matrix;
+use crate::processor::has_avx512_bf16;
 use crate::vectorised::vectorised;
 use half::bf16;
 use std::ops::Range;

@@ -1,6 +1,6 @@
 //! What the kernels have in common.
 
-use super::lanes::Format;
+use super::packing::Format;
 use super::packing::Panel;
 use crate::lines::{LANES, Line};
 

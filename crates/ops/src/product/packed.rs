@@ -1,7 +1,7 @@
 //! Small products by the kernels.
 
 use super::kernel::{COLS, Kernel};
-use super::lanes::Format;
+use super::packing::Format;
 use super::packing::Layout;
 use crate::element::Element;
 use crate::lines::{LANES, Line, Lines};

@@ -4,11 +4,11 @@
 //! of 16 vectors at one place of `k`, or, if the panel is packed by vectors, 16 lanes along `k` of one vector. Lanes beyond the last `k`
 //! are 0. In the place of vectors that a group of 16 lacks there may be anything: it goes to sums that nobody reads.
 
-use super::lanes::{Format, Lanes, Pairs, Terms};
 use super::transpose::transposed;
 use crate::element::Element;
 use crate::lines::{LANES, Line};
 use crate::matrix::Matrix;
+use crate::product_lanes::Lanes;
 use std::arch::x86_64::{
     __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_setzero_si512, _mm512_store_si512,
 };
@@ -27,6 +27,32 @@ pub(super) struct Layout {
     /// Lines from one panel to the next.
     pub(super) stride: usize,
 }
+
+/// How values become lanes, and these panels.
+pub(super) trait Format {
+    /// Values of a lane, along `k`.
+    const TERMS: usize;
+    /// Lanes for each value.
+    const PARTS: usize;
+
+    /// Writes panels of the rows `vectors` of `source` over `k` to `lines`. The right matrix is to be given transposed.
+    ///
+    /// # Safety
+    /// The processor can make such lanes.
+    unsafe fn pack<T: Element>(
+        source: Matrix<'_, T>,
+        vectors: Range<usize>,
+        k: Range<usize>,
+        layout: Layout,
+        lines: &mut [Line],
+    );
+}
+
+/// f32.
+pub(super) struct Terms;
+
+/// Two bf16, of sums of `PARTS` of them.
+pub(super) struct Pairs<const PARTS: usize>;
 
 impl Layout {
     /// Lines of a panel for each part of the values.

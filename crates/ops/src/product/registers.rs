@@ -2,8 +2,8 @@
 //! matrix and broadcasts 14 lanes of the left one, for 28 instructions that multiply and add.
 
 use super::kernel::{COLS, Kernel, ROW_LINES};
-use super::lanes::{Pairs, Terms};
 use super::packing::Panel;
+use super::packing::{Pairs, Terms};
 use crate::lines::{LANES, Line};
 use crate::matrix::SUM_LEN;
 use std::arch::x86_64::{
@@ -25,17 +25,6 @@ pub(crate) struct MultiplyAdds;
 
 /// Pairs of products of bf16, added one after the other. Numbers below 2^-126 count as 0.
 pub(crate) struct Dots;
-
-pub(super) fn has_avx512() -> bool {
-    is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512vl")
-        && is_x86_feature_detected!("avx512dq")
-}
-
-pub(crate) fn has_avx512_bf16() -> bool {
-    has_avx512() && is_x86_feature_detected!("avx512bf16")
-}
 
 type Multiply = unsafe fn(&mut [Line], usize, bool, &[Line], &[Line]);
 

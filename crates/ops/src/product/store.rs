@@ -1,10 +1,10 @@
 //! Where sums go: into the result, rounded once, or, between passes over `k`, into memory of f32.
 
 use super::kernel::ROW_LINES;
-use super::lanes::Lanes;
 use crate::element::Element;
 use crate::lines::{LANES, Line, floats};
 use crate::matrix::{Addend, MatrixMut};
+use crate::product_lanes::Lanes;
 use candle_core::DType;
 use std::arch::x86_64::{
     _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_castsi512_ps, _mm512_load_ps,

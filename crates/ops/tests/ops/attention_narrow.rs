@@ -5,7 +5,9 @@ use crate::check::{
     assert_close, at_most, device, doubles, floats, grads, in_dtype, on_each_device, random,
 };
 use candle_core::{DType, Result, Tensor, Var};
-use candle_ops::{AttentionSpec, GpuSettings, GpuState, HeadGroups, causal_attention};
+use candle_ops::{
+    AttentionSpec, DocumentStarts, GpuSettings, GpuState, HeadGroups, causal_attention,
+};
 
 /// Probabilities and their gradients may be rounded to bf16 before the second product, as results are: to 2^-9 each. To f16 it is
 /// 2^-12.
@@ -18,6 +20,9 @@ const LARGE_GPU_BYTES: u64 = 32 << 30;
 
 /// Sequences, positions, query heads, key/value heads, head dimension.
 type Case = (usize, usize, usize, usize, usize);
+
+/// The window, and whether sequences are several documents.
+type Seen = (Option<usize>, bool);
 
 #[test]
 fn narrow_types_are_f32_but_for_their_roundings() -> Result<()> {
@@ -43,19 +48,36 @@ fn narrow_types_are_f32_but_for_their_roundings() -> Result<()> {
     })
 }
 
-/// With all positions before each, and with a window that is no multiple of any tile.
+/// With all positions before each, and with a window that is no multiple of any tile; in whole sequences, and in documents, some of them
+/// shorter than the window.
 fn check_windows(case: Case) -> Result<()> {
-    let windows = [None, Some(case.1 / 3 + 1)];
-    windows.into_iter().try_for_each(|window| {
-        check(case, window, DType::BF16, 1.0)?;
-        check(case, window, DType::F16, F16_SHARE)
-    })
+    for is_packed in [false, true] {
+        for window in [None, Some(case.1 / 3 + 1)] {
+            check(case, (window, is_packed), DType::BF16, 1.0)?;
+            check(case, (window, is_packed), DType::F16, F16_SHARE)?;
+        }
+    }
+    Ok(())
+}
+
+/// Of other lengths in each sequence, down to a single token.
+fn documents((b, t, ..): Case) -> Result<DocumentStarts> {
+    let mut starts = Vec::new();
+    for row in 0..b {
+        let mut start = 0;
+        for len in [t / 2 + row, 1, t / 5, t] {
+            let len = len.min(t - start);
+            starts.extend(std::iter::repeat_n(start as u32, len));
+            start += len;
+        }
+    }
+    DocumentStarts::new(starts, (b, t))
 }
 
 /// In the form of the backward pass that is usual, and in the one that gives the same bits in each run.
-fn check(case: Case, window: Option<usize>, narrow: DType, share: f64) -> Result<()> {
+fn check(case: Case, seen: Seen, narrow: DType, share: f64) -> Result<()> {
     let (_, t, heads, kv_heads, d) = case;
-    let want = run(case, window, DType::F32, narrow)?;
+    let want = run(case, seen, DType::F32, narrow)?;
     let forms: &[bool] = if device().is_cpu() {
         &[false]
     } else {
@@ -68,20 +90,20 @@ fn check(case: Case, window: Option<usize>, narrow: DType, share: f64) -> Result
             ..GpuSettings::get()?
         };
         settings.set();
-        let got = run(case, window, narrow, narrow)?;
+        let got = run(case, seen, narrow, narrow)?;
         let bounds = [OUT_BOUND, GRAD_BOUND, GRAD_BOUND, GRAD_BOUND].map(|bound| share * bound);
         let names = ["out", "dq", "dk", "dv"];
         for (((name, bound), got), want) in names.iter().zip(bounds).zip(&got).zip(&want) {
             let what = format!(
-                "{name}, {narrow:?}, t {t} heads {heads} on {kv_heads} of {d}, window {window:?}"
+                "{name}, {narrow:?}, t {t} heads {heads} on {kv_heads} of {d}, window and documents {seen:?}"
             );
             assert_close(&what, got, &doubles(want)?, bound);
         }
         if deterministic {
-            for (first, second) in got.iter().zip(&run(case, window, narrow, narrow)?) {
+            for (first, second) in got.iter().zip(&run(case, seen, narrow, narrow)?) {
                 assert!(
                     floats(first)? == floats(second)?,
-                    "t {t} window {window:?}: other bits"
+                    "t {t} window and documents {seen:?}: other bits"
                 );
             }
         }
@@ -90,12 +112,8 @@ fn check(case: Case, window: Option<usize>, narrow: DType, share: f64) -> Result
 }
 
 /// The output, and the gradients of q, k and v.
-fn run(
-    (b, t, heads, kv_heads, d): Case,
-    window: Option<usize>,
-    dtype: DType,
-    of: DType,
-) -> Result<[Tensor; 4]> {
+fn run(case: Case, (window, is_packed): Seen, dtype: DType, of: DType) -> Result<[Tensor; 4]> {
+    let (b, t, heads, kv_heads, d) = case;
     let (q, kv) = ((b, t, heads, d), (b, t, kv_heads, d));
     let values = [random(1, q)?, random(2, kv)?, random(3, kv)?, random(4, q)?];
     // In either dtype from values that `of` has.
@@ -109,7 +127,7 @@ fn run(
         scale: 4.0 / (d as f32).sqrt(),
         groups: HeadGroups::new(heads / kv_heads),
         window,
-        documents: None,
+        documents: is_packed.then(|| documents(case)).transpose()?,
     };
     let out = causal_attention(&q, &k, &v, &spec)?;
     let [dq, dk, dv] = grads(&out, &of(3)?, [&q, &k, &v])?;

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
 
 use super::plan::{Content, PlannedFile, PlannedTensor};
-use super::reader::Checkpoint;
 use super::save_failure::SaveFailure;
+use crate::files::Checkpoint;
 
 /// Values that are converted and written at a time where they need not be whole tensors.
 const CHUNK_VALUES: usize = 1 << 20;
@@ -27,7 +27,8 @@ pub(super) struct FileWriter {
 impl FileWriter {
     /// Begins `file` with its header in the folder `staged`, which will be `place`.
     pub fn create(
-        (staged, place): (&Path, &Path),
+        staged: &Path,
+        place: &Path,
         file: &PlannedFile,
         num_written_bytes: Arc<AtomicU64>,
     ) -> std::result::Result<Self, SaveFailure> {

@@ -20,6 +20,9 @@ pub struct SpaceNeed<'a> {
 
 /// An error with the numbers where a file system has less room than all that is to be written to it. One that does not tell
 /// how much it has passes, and so does a quota.
+///
+/// # Errors
+/// A file system with less room, with the numbers.
 pub fn check_free_space(needs: &[SpaceNeed]) -> Result<()> {
     let mut by_device: BTreeMap<u64, Vec<SpaceNeed>> = BTreeMap::new();
     for need in needs {

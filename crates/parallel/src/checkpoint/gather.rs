@@ -10,6 +10,9 @@ use crate::params::{CatalogEntry, Holder, Param, Parameters};
 /// `local` gives this rank's tensor for a parameter index, in the parameter's local shape: its values, its gradient. Every
 /// rank must call this. `local` is called on every rank that has the parameter, on all replicas and stages, and so may be
 /// collective among them; only holders send their part, and no rank ever has more than this one tensor whole.
+///
+/// # Errors
+/// An error of `local`, parts that are missing or of another type, and what ends collectives.
 pub fn gather_full(
     params: &Parameters,
     mesh: &Mesh,
@@ -21,18 +24,22 @@ pub fn gather_full(
     let index = params.iter().position(|param| param.name == entry.name);
     let local = index.map(|index| Ok::<_, Error>((params.get(index), local(index)?)));
     let local = local.transpose()?;
-    let own = entry.holders.iter().find(|holder| holder.rank == rank);
-    let own = match (own, local) {
-        (None, _) => None,
-        (Some(holder), Some((param, local))) => {
-            let part = own_part(param, &local, entry.dim, holder)?;
-            Some(part.to_dtype(dtype)?.contiguous()?)
+    let own = entry.holders.iter().filter(|holder| holder.rank == rank);
+    let own = own.map(|holder| {
+        let part = match &local {
+            Some((param, local)) => own_part(param, local, holder)?,
+            None => None,
+        };
+        match part {
+            Some(part) => part.to_dtype(dtype)?.contiguous(),
+            None => bail!("rank {rank} does not hold parameter {}", entry.name),
         }
-        (Some(_), None) => bail!("rank {rank} does not hold parameter {}", entry.name),
-    };
+    });
+    let own: Vec<Tensor> = own.collect::<Result<_>>()?;
     if rank != 0 {
-        if let Some(xs) = &own {
-            mesh.world.batch_send_recv(&[P2p::Send { xs, dst: 0 }])?;
+        if !own.is_empty() {
+            let sends = own.iter().map(|xs| P2p::Send { xs, dst: 0 });
+            mesh.world.batch_send_recv(&sends.collect::<Vec<_>>())?;
         }
         return Ok(None);
     }
@@ -56,8 +63,13 @@ pub fn gather_full(
         true => Vec::new(),
         false => mesh.world.batch_send_recv(&receives)?,
     };
-    // Holders are in rank order, so rank 0's part, if it has one, is the first.
-    let parts: Vec<Tensor> = own.into_iter().chain(received).collect();
+    // What a rank sends comes in the order of the parts.
+    let (mut own, mut received) = (own.into_iter(), received.into_iter());
+    let parts = entry.holders.iter().filter_map(|holder| match holder.rank {
+        0 => own.next(),
+        _ => received.next(),
+    });
+    let parts: Vec<Tensor> = parts.collect();
     match parts.as_slice() {
         [] => bail!("no rank holds parameter {}", entry.name),
         [whole] => Ok(Some(whole.clone())),
@@ -65,14 +77,12 @@ pub fn gather_full(
     }
 }
 
-/// What `holder`, this rank, owns of its local values.
-fn own_part(param: &Param, local: &Tensor, dim: usize, holder: &Holder) -> Result<Tensor> {
+/// What `holder`, this rank, owns of its local values, if it holds it.
+fn own_part(param: &Param, local: &Tensor, holder: &Holder) -> Result<Option<Tensor>> {
     match param.shard() {
-        None => Ok(local.clone()),
-        Some(shard) => local.narrow(
-            dim,
-            holder.range.start - shard.range.start,
-            holder.range.len(),
-        ),
+        None => Ok(Some(local.clone())),
+        // Of a parameter without values.
+        Some(_) if holder.range.is_empty() => Ok(Some(local.clone())),
+        Some(_) => param.narrow(local, &holder.range),
     }
 }

@@ -14,7 +14,7 @@ use super::model_folder::ModelFolder;
 use super::output_folder::{ClaimedFolder, OutputFolder};
 use super::plan::{SavePlan, SavedModel};
 use super::run_file::RunFile;
-use crate::params::{Parameters, ValuesFrom};
+use crate::params::{Parameters, SaveSource};
 
 /// What to write beside the weights, how, and where.
 #[derive(Clone, Debug)]
@@ -104,7 +104,7 @@ impl HfSave {
     /// # Errors
     /// Tensors that cannot be saved.
     pub fn num_bytes(&self, params: &Parameters) -> Result<u64> {
-        let anywhere = vec![ValuesFrom::default(); params.catalog().len()];
+        let anywhere = vec![SaveSource::default(); params.catalog().len()];
         let model = SavedModel::of(params, &anywhere);
         self.num_bytes_of(&SavePlan::new(&model, self.dtype, self.max_file_bytes)?)
     }

@@ -8,9 +8,9 @@ use candle_ops::linear_forward_add;
 use super::free_space::{SpaceNeed, check_free_space};
 use super::hf_save::HfSave;
 use super::plan::{Content, PlannedTensor, SavePlan};
-use super::reader::Checkpoint;
 use super::save::Folder;
 use super::save_failure::SaveFailure;
+use crate::files::Checkpoint;
 use crate::lora::{Adapter, file_name};
 
 /// Writes the checkpoint `model` with W + s B A in place of the weight W of each layer of `adapter`, in the files' own type or

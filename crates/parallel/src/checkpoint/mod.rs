@@ -11,15 +11,17 @@ mod leftovers;
 mod merge;
 mod model_folder;
 mod output_folder;
-mod plain_file;
 mod plan;
-mod reader;
 mod run_file;
 mod save;
 mod save_failure;
 mod staged_folder;
 mod training;
 
+pub use crate::files::{
+    Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE, check_file, open_file, read_file,
+    read_text_file,
+};
 pub use config_dtype::with_config_dtype;
 pub use folder_lock::FolderLock;
 pub use free_space::{SpaceNeed, check_free_space, size_in_words};
@@ -29,10 +31,7 @@ pub use leftovers::remove_leftovers;
 pub use merge::merge_adapter;
 pub use model_folder::sidecar_files;
 pub use output_folder::{ClaimedFolder, OutputFolder};
-pub use plain_file::{check_file, open_file, read_file, read_text_file};
-pub use reader::{Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE};
 pub use save::save_hf;
-pub(crate) use save::save_with_masters;
 pub use staged_folder::StagedFolder;
 pub use training::{
     CheckpointManifest, CheckpointNote, CheckpointSaver, FileRecord, ParamRecord, SaveOutcome,

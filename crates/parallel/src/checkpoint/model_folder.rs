@@ -3,8 +3,8 @@
 use std::io::Result;
 use std::path::Path;
 
-use super::reader::{INDEX_FILE, WEIGHTS_FILE};
 use super::run_file::RUN_FILE;
+use crate::files::{INDEX_FILE, WEIGHTS_FILE};
 use crate::lora::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE};
 
 /// Files beside the weights: configuration, tokenizer, chat template, model card, flags with which it was trained. Licences and notices have endings of all kinds.
@@ -88,6 +88,9 @@ impl ModelFolder {
 
 /// The files of a model folder that are not weights, such as configuration, tokenizer, chat templates, licence and model card: names and
 /// contents. Other files that lie there are left out.
+///
+/// # Errors
+/// A folder or a file in it that cannot be read.
 pub fn sidecar_files(dir: &Path) -> candle_core::Result<Vec<(String, Vec<u8>)>> {
     let fail = |path: &Path, err: std::io::Error| {
         candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))

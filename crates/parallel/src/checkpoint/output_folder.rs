@@ -89,6 +89,9 @@ impl ClaimedFolder {
     }
 
     /// An empty folder that can take its place.
+    ///
+    /// # Errors
+    /// No folder can be made beside it.
     pub fn stage(&self) -> std::io::Result<StagedFolder> {
         StagedFolder::create(&self.place)
     }

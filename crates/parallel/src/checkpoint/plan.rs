@@ -6,11 +6,11 @@ use candle_core::{DType, Result, bail};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 
-use super::reader::{Checkpoint, WEIGHTS_FILE};
+use crate::files::{Checkpoint, WEIGHTS_FILE};
 use crate::lora::{
     ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, LoraConfig, file_name, module_of, to_json,
 };
-use crate::params::{Parameters, ValuesFrom};
+use crate::params::{Parameters, SaveSource};
 
 /// What is to be saved.
 pub(super) struct SavedModel<'a> {
@@ -29,7 +29,7 @@ pub(super) struct SavedParam {
     pub shape: Vec<usize>,
     /// Type in the source.
     pub stored_dtype: DType,
-    pub values_from: ValuesFrom,
+    pub save_source: SaveSource,
 }
 
 /// The files of a checkpoint to be written.
@@ -77,14 +77,14 @@ impl PlannedTensor {
 }
 
 impl<'a> SavedModel<'a> {
-    /// The parameters of a run; `values_from` says of each entry of the catalog where its values are from.
-    pub fn of(params: &'a Parameters, values_from: &[ValuesFrom]) -> Self {
-        let entries = params.catalog().iter().zip(values_from);
-        let entries = entries.map(|(entry, &values_from)| SavedParam {
+    /// The parameters of a run; `save_sources` says of each entry of the catalog where its values are from.
+    pub fn of(params: &'a Parameters, save_sources: &[SaveSource]) -> Self {
+        let entries = params.catalog().iter().zip(save_sources);
+        let entries = entries.map(|(entry, &save_source)| SavedParam {
             name: entry.name.clone(),
             shape: entry.shape.clone(),
             stored_dtype: entry.stored_dtype,
-            values_from,
+            save_source,
         });
         Self {
             params: entries.collect(),
@@ -218,7 +218,7 @@ impl PlannedFile {
 fn tensors(model: &SavedModel, dtype: Option<DType>) -> Result<Vec<PlannedTensor>> {
     let parameter = |name: &str, index: usize, param: &SavedParam| {
         let dtype = dtype.unwrap_or(param.stored_dtype);
-        let is_stored = model.source.is_some() && param.values_from == ValuesFrom::Source;
+        let is_stored = model.source.is_some() && param.save_source == SaveSource::Source;
         let converted = (dtype != param.stored_dtype).then_some(dtype);
         let content = match is_stored {
             true => Content::Stored(param.name.clone(), converted),

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::model_folder::ModelFolder;
-use super::plain_file::read_file;
+use crate::files::read_file;
 
 /// Name of the note.
 pub(super) const RUN_FILE: &str = ".candle_train.json";

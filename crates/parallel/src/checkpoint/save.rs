@@ -12,11 +12,12 @@ use super::gather::gather_full;
 use super::hf_save::HfSave;
 use super::output_folder::ClaimedFolder;
 use super::plan::{Content, PlannedFile, SavePlan, SavedModel};
-use super::reader::INDEX_FILE;
 use super::run_file::{RUN_FILE, RunFile};
 use super::save_failure::SaveFailure;
 use super::staged_folder::StagedFolder;
-use crate::params::{Parameters, ValuesFrom};
+use crate::files::INDEX_FILE;
+use crate::optimizer::DistributedOptimizer;
+use crate::params::{Parameters, SaveSource};
 
 /// Saves the parameters as a Hugging Face checkpoint that `transformers` loads; of a model with low-rank adapters these alone, as
 /// `peft` loads them. Every rank must call it.
@@ -45,12 +46,12 @@ pub(crate) fn save_with_masters(
     params.check_copies(mesh, "when it was to be saved", |index| {
         params.values(index)
     })?;
-    let values_from = params.values_from(mesh)?;
-    let model = SavedModel::of(params, &values_from);
+    let save_sources = params.save_sources(mesh)?;
+    let model = SavedModel::of(params, &save_sources);
     let write = |save: &HfSave| {
         let plan = SavePlan::new(&model, save.dtype, save.max_file_bytes)?;
         write(params, mesh, &plan, save, |index, dtype| {
-            let is_refilled = values_from[index] == ValuesFrom::Refill;
+            let is_refilled = save_sources[index] == SaveSource::Refill;
             let local = |index: usize| match is_refilled || params.get(index).dtype() == dtype {
                 true => params.values(index),
                 false => master(index)?.map_or_else(|| params.values(index), Ok),
@@ -152,8 +153,8 @@ impl<'a> Folder<'a> {
     }
 
     pub fn file(&self, file: &PlannedFile) -> std::result::Result<FileWriter, SaveFailure> {
-        let paths = (self.staged.path(), self.claimed.place());
-        FileWriter::create(paths, file, self.save.num_written_bytes.clone())
+        let (staged, place) = (self.staged.path(), self.claimed.place());
+        FileWriter::create(staged, place, file, self.save.num_written_bytes.clone())
     }
 
     /// Writes the small files and gives the folder its name.
@@ -200,4 +201,15 @@ pub(super) fn write_small(dir: &Path, name: &str, content: &[u8]) -> std::io::Re
         fs::create_dir_all(parent)?;
     }
     fs::write(path, content)
+}
+
+impl DistributedOptimizer {
+    /// As [`save_hf`](crate::checkpoint::save_hf), but for weights that are stored in another type than they have here, such as
+    /// f32 after training in bf16: their f32 masters are written. Every rank must call it.
+    ///
+    /// # Errors
+    /// As [`save_hf`](crate::checkpoint::save_hf).
+    pub fn save_hf(&self, save: &HfSave) -> Result<()> {
+        save_with_masters(self.params(), self.mesh(), save, |index| self.master(index))
+    }
 }

@@ -24,6 +24,9 @@ pub struct StagedFolder {
 
 impl StagedFolder {
     /// An empty folder beside `place`, whose parent must exist.
+    ///
+    /// # Errors
+    /// No folder can be made there.
     pub fn create(place: &Path) -> Result<Self> {
         let staged = beside(place, "saving")?;
         remove(&staged)?;

@@ -1,35 +1,33 @@
 //! The gradients that a step accumulates over its micro-batches.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use candle_comm::Mesh;
-use candle_core::{Result, Tensor, TensorId, bail};
+use candle_core::{DType, Result, Tensor, TensorId, bail};
 
 use super::reduce::Reductions;
 use crate::checksums::{Checksums, Shared};
-use crate::layers::GradientSink;
 use crate::memory::MemoryCategory;
-use crate::params::{FlatBuffer, Parameters};
+use crate::params::{Bucket, FlatBuffer, Parameters};
+use crate::pass::{GradientSink, PassReport, Reported, WeightGrad};
 
-/// Gradients of the trainable parameters of a stage, in f32, in flat buckets.
+/// Gradients of the trainable parameters of a rank, in f32, in flat buckets.
 ///
-/// A backward pass adds to them; when the last micro-batch's has left a bucket's blocks, the bucket is reduced over the mesh,
+/// A backward pass adds to them; when a bucket's blocks have done so for all micro-batches, the bucket is reduced over the mesh,
 /// while the backward passes of earlier blocks run: see [`DataParallel::overlap`](crate::DataParallel::overlap). From
 /// [`ZeroStage::Two`](crate::ZeroStage::Two) on that is done for each micro-batch, and a whole bucket exists only meanwhile.
 pub struct Gradients {
     pub(super) params: Parameters,
     pub(super) mesh: Mesh,
-    /// Whole buckets; `None` while nothing was written to one that is divided.
+    /// Whole buckets, those of tied parameters once for each stage that uses them; `None` while nothing was written to one that is divided.
     pub(super) whole: Vec<Option<FlatBuffer>>,
     /// Of divided buckets this rank's slices, in which micro-batches are summed.
     pub(super) slices: Vec<FlatBuffer>,
-    /// Whether a parameter's place in its whole bucket holds a gradient.
-    pub(super) is_filled: Vec<bool>,
+    /// Of each bucket the parameters whose places in it hold a gradient.
+    pub(super) filled: Vec<HashSet<usize>>,
     /// Whether a parameter got a gradient in this step.
     pub(super) has_gradient: Vec<bool>,
-    /// How often each parameter's gradient was written to.
-    num_writes: Vec<usize>,
-    index_of: HashMap<TensorId, usize>,
+    places: HashMap<TensorId, usize>,
     pub(super) reductions: Reductions,
     pub(super) loss_scale: f64,
     pub(super) totals: Totals,
@@ -44,9 +42,13 @@ pub struct Gradients {
 pub(super) struct Totals {
     /// Sum of the losses; on the last stage alone.
     pub loss_sum: Option<Tensor>,
-    /// Number of the replica's targets.
+    /// Number of the replica's targets, on the rank with its losses.
     pub num_targets: f64,
+    /// What was said instead: see [`Gradients::set_num_targets`].
+    pub said_targets: Option<f64>,
     pub asks_to_stop: bool,
+    /// What blocks have reported, by name.
+    pub reported: BTreeMap<String, Reported>,
     /// A hash of how many collectives of tensor-parallel ranks each pass of a block made.
     pub collectives: u64,
     /// Sums of squares, of how far this rank's sums of copies' gradients were from the first rank's, and of those; where ranks need not
@@ -62,7 +64,7 @@ impl Gradients {
     pub fn new(params: &Parameters, mesh: &Mesh) -> Result<Self> {
         let (groups, meter) = (params.groups(), params.meter());
         let is_divided = groups.shards_gradients();
-        let buckets = &params.layout().buckets;
+        let buckets: Vec<&Bucket> = params.layout().of_gradients().collect();
         let zeros = |len| {
             let zeros = FlatBuffer::zeros(len, mesh.world.device())?;
             Ok(zeros.counted(meter, MemoryCategory::Gradients))
@@ -76,10 +78,9 @@ impl Gradients {
         Ok(Self {
             whole: whole.collect::<Result<_>>()?,
             slices: slices.collect::<Result<_>>()?,
-            is_filled: vec![false; params.len()],
+            filled: vec![HashSet::new(); buckets.len()],
             has_gradient: vec![false; params.len()],
-            num_writes: vec![0; params.len()],
-            index_of: params
+            places: params
                 .iter()
                 .enumerate()
                 .map(|(index, param)| (param.id(), index))
@@ -102,21 +103,21 @@ impl Gradients {
     /// Has the step's gradients divided by the sum of these numbers over the replicas, and not by that of their targets, for a loss that
     /// is no sum over targets: by pairs of answers, for example. Each rank of a replica says the same; said after the step's passes.
     pub fn set_num_targets(&mut self, num_targets: usize) {
-        self.totals.num_targets = num_targets as f64;
+        self.totals.said_targets = Some(num_targets as f64);
     }
 
     /// Adds what a call of [`Pipeline::forward_backward`](crate::Pipeline::forward_backward) has counted.
-    pub(crate) fn add_passes(
-        &mut self,
-        loss_sum: Option<&Tensor>,
-        num_targets: usize,
-    ) -> Result<()> {
+    pub(crate) fn add_passes(&mut self, passes: &PassReport) -> Result<()> {
         let totals = &mut self.totals;
-        totals.num_targets += num_targets as f64;
-        totals.loss_sum = match (totals.loss_sum.take(), loss_sum) {
+        totals.num_targets += passes.num_targets;
+        totals.loss_sum = match (totals.loss_sum.take(), &passes.loss_sum) {
             (Some(sum), Some(loss)) => Some((sum + loss)?),
-            (sum, loss) => sum.or(loss.cloned()),
+            (sum, loss) => sum.or(loss.clone()),
         };
+        for (name, reported) in &passes.reported {
+            let known = totals.reported.entry(name.clone()).or_default();
+            *known = known.plus(*reported);
+        }
         Ok(())
     }
 
@@ -142,17 +143,17 @@ impl Gradients {
         }
         bail!(
             "the gradients were made for the parameters of another model\nhint: each model has Gradients and an optimizer of its \
-             own, made from its own Stage::params"
+             own, made from its own ModelPart::params"
         )
     }
 
     /// The buffer of a whole bucket, made if there is none.
-    fn whole(&mut self, bucket: usize) -> Result<&FlatBuffer> {
+    pub(super) fn whole(&mut self, bucket: usize) -> Result<&FlatBuffer> {
         let whole = &mut self.whole[bucket];
         match whole {
             Some(flat) => Ok(flat),
             None => {
-                let len = self.params.layout().buckets[bucket].len;
+                let len = self.params.layout().gradient_bucket(bucket).len;
                 let zeros = FlatBuffer::zeros(len, self.mesh.world.device())?;
                 Ok(whole.insert(zeros.counted(self.params.meter(), MemoryCategory::Buffers)))
             }
@@ -188,13 +189,13 @@ impl Gradients {
             bail!("parameter {} is frozen: it takes no gradient", param.name);
         };
         self.check_not_reduced(bucket, index)?;
-        let is_filled = self.is_filled[index];
+        let is_filled = self.filled[bucket].contains(&index);
         let whole = self.whole(bucket)?;
         match is_filled {
             false => whole.write(offset, grad)?,
             true => whole.add(offset, grad)?,
         }
-        self.mark_written(index);
+        self.mark_written(bucket, index);
         Ok(())
     }
 
@@ -208,12 +209,22 @@ impl Gradients {
             bail!("parameter {} is frozen: it has no gradient", param.name);
         };
         self.check_not_reduced(bucket, index)?;
-        match &self.whole[bucket] {
-            Some(whole) if self.is_filled[index] => {
+        let mut sum: Option<Tensor> = None;
+        for stage in self.params.layout().stages_of(bucket) {
+            let Some(whole) = &self.whole[stage] else {
+                continue;
+            };
+            if self.filled[stage].contains(&index) {
                 let values = whole.view(offset, param.num_values())?;
-                values.reshape(param.local_shape())
+                sum = Some(match sum {
+                    None => values,
+                    Some(sum) => (sum + values)?,
+                });
             }
-            _ => bail!(
+        }
+        match sum {
+            Some(sum) => sum.reshape(param.local_shape()),
+            None => bail!(
                 "parameter {} has no gradient on this rank alone: none was written, or replicas have divided it (ZeRO-2, \
                  ZeRO-3)",
                 param.name
@@ -221,21 +232,39 @@ impl Gradients {
         }
     }
 
-    fn mark_written(&mut self, index: usize) {
-        self.is_filled[index] = true;
+    /// Writes zeros to the places of a whole bucket that hold no gradient of these passes.
+    pub(super) fn write_missing(&self, bucket: usize, whole: &FlatBuffer) -> Result<()> {
+        let slots = &self.params.layout().gradient_bucket(bucket).slots;
+        // A GPU allocates no 0 bytes.
+        for slot in slots.iter().filter(|slot| !slot.range.is_empty()) {
+            if !self.filled[bucket].contains(&slot.param) {
+                let len = slot.range.len();
+                let zeros = Tensor::zeros(len, DType::F32, whole.tensor().device())?;
+                whole.write(slot.range.start, &zeros)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn mark_written(&mut self, bucket: usize, index: usize) {
+        self.filled[bucket].insert(index);
         self.has_gradient[index] = true;
-        self.num_writes[index] += 1;
     }
 
-    /// How often the gradients of these parameters have been written to so far.
-    pub(crate) fn num_writes(&self, indices: &[usize]) -> Vec<usize> {
-        let writes = indices.iter().map(|&index| self.num_writes[index]);
-        writes.collect()
-    }
-
-    /// The parameter that is the variable with this identity, if one is.
-    pub(crate) fn param_of(&self, id: TensorId) -> Option<usize> {
-        self.index_of.get(&id).copied()
+    /// The parameter that is this variable.
+    ///
+    /// # Errors
+    /// It is none of this rank's parameters: no optimizer would update it, and it would be in no file.
+    pub(crate) fn index_of(&self, weight: &Tensor) -> Result<usize> {
+        match self.places.get(&weight.id()) {
+            Some(index) => Ok(*index),
+            None => bail!(
+                "the block uses a variable of shape {:?} that is no parameter of this model: it would never be trained, and be in no \
+                 file\nhint: ask the block's ParamBuilder for it; what shall not be trained is a plain tensor \
+                 (Var::as_detached_tensor), or a frozen parameter",
+                weight.shape()
+            ),
+        }
     }
 
     /// Forgets what was accumulated; the buffers stay.
@@ -243,7 +272,7 @@ impl Gradients {
         self.totals = Totals::default();
         self.borders.iter_mut().for_each(Checksums::clear);
         self.reductions.clear();
-        self.is_filled.fill(false);
+        self.filled.iter_mut().for_each(HashSet::clear);
         self.has_gradient.fill(false);
         if !self.slices.is_empty() {
             self.whole.fill(None);
@@ -252,12 +281,12 @@ impl Gradients {
 
     fn check_not_reduced(&self, bucket: usize, index: usize) -> Result<()> {
         // Updated weights may still pass through the buffer.
-        let block = self.params.layout().buckets[bucket].block;
+        let block = self.params.layout().gradient_bucket(bucket).block;
         self.params.pending().wait_for_block(block)?;
         if self.reductions.has_started(bucket) {
             bail!(
-                "the gradient of parameter {} is read or written after its reduction over the ranks has begun, which it does when the \
-                 backward pass of the first block that asked for it is over\nhint: a block that uses the parameter asks for it by \
+                "the gradient of parameter {} is read or written after its reduction over the ranks has begun, which it does when \
+                 the blocks that asked for it have computed their gradients for all micro-batches\nhint: a block that uses the parameter asks for it by \
                  ParamBuilder::tied; to read gradients before they are reduced use DataParallel {{ overlap: false, .. }}",
                 self.params.get(index).name
             );
@@ -266,27 +295,56 @@ impl Gradients {
     }
 }
 
-impl GradientSink for Gradients {
-    fn write(
-        &mut self,
-        weight: &Tensor,
-        write: &mut dyn FnMut(&Tensor, bool) -> Result<()>,
-    ) -> Result<()> {
+impl Gradients {
+    /// Takes the gradients of a stage: of a parameter that several stages of this rank use, each has a sum of its own.
+    pub(crate) fn of_stage(&mut self, stage: usize) -> StageGradients<'_> {
+        StageGradients {
+            gradients: self,
+            stage: Some(stage),
+        }
+    }
+
+    fn put_of(&mut self, stage: Option<usize>, weight: &Tensor, grad: WeightGrad) -> Result<()> {
         if !weight.track_op() {
             return Ok(());
         }
-        let Some(&index) = self.index_of.get(&weight.id()) else {
-            bail!(
-                "a weight of shape {:?} is trainable but none of this stage's parameters",
-                weight.shape()
-            );
+        let index = self.index_of(weight)?;
+        let params = self.params.clone();
+        let Some((bucket, offset)) = params.layout().place(index) else {
+            return Ok(());
         };
-        if let Some((bucket, offset)) = self.params.layout().place(index) {
-            self.check_not_reduced(bucket, index)?;
-            let (len, add) = (weight.elem_count(), self.is_filled[index]);
-            write(&self.whole(bucket)?.view(offset, len)?, add)?;
-            self.mark_written(index);
-        }
+        let bucket = params.layout().of_stage(bucket, stage);
+        self.check_not_reduced(bucket, index)?;
+        let (len, add) = (weight.elem_count(), self.filled[bucket].contains(&index));
+        grad(&self.whole(bucket)?.view(offset, len)?, add)?;
+        self.mark_written(bucket, index);
         Ok(())
+    }
+}
+
+/// The gradients that a stage of this rank gives.
+pub(crate) struct StageGradients<'a> {
+    gradients: &'a mut Gradients,
+    stage: Option<usize>,
+}
+
+impl GradientSink for StageGradients<'_> {
+    fn put(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
+        self.gradients.put_of(self.stage, weight, grad)
+    }
+
+    fn name_of(&self, weight: &Tensor) -> Option<String> {
+        self.gradients.name_of(weight)
+    }
+}
+
+impl GradientSink for Gradients {
+    fn put(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
+        self.put_of(None, weight, grad)
+    }
+
+    fn name_of(&self, weight: &Tensor) -> Option<String> {
+        let index = self.places.get(&weight.id())?;
+        Some(self.params.get(*index).name.clone())
     }
 }

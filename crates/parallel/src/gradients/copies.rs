@@ -6,7 +6,8 @@ use candle_ops::sum_of_squares_into;
 use super::accumulate::Gradients;
 use crate::agreement::Comparison;
 use crate::checksums::{Checksums, Shared, checksum};
-use crate::params::{FlatBuffer, Gradient, Placement, intersect};
+use crate::params::FlatBuffer;
+use crate::placement::{Gradient, Placement, intersect};
 
 impl Gradients {
     /// What this rank adds to the step's sum to compare, over tensor-parallel ranks, the gradients of the parameters of which all hold
@@ -107,37 +108,6 @@ struct Copy {
 /// How far, relative to their norm, sums of the same summands in another order are apart at most.
 const MAX_DISTANCE: f64 = 1e-4;
 
-/// An error if `mine` is no summand of `sum`, which the `num_holders` ranks that hold a parameter added up, but the whole gradient, on
-/// each of them: it would count as often. Whether something can be said of it: not of zeros, nor of what has overflowed.
-pub(super) fn check_is_summand(
-    name: &str,
-    mine: &Tensor,
-    sum: &Tensor,
-    num_holders: usize,
-) -> Result<bool> {
-    let values = |values: &Tensor| values.flatten_all()?.to_vec1::<f32>();
-    let (mine, sum) = (values(mine)?, values(sum)?);
-    // Equal summands give a multiple of one, up to the rounding of the additions.
-    let factor = num_holders as f32;
-    let is_multiple = |(mine, sum): (&f32, &f32)| {
-        (sum - factor * mine).abs() <= factor * f32::EPSILON * (factor * mine).abs()
-    };
-    let has_values = mine
-        .iter()
-        .zip(&sum)
-        .any(|(mine, sum)| *mine != 0.0 || *sum != 0.0);
-    if has_values && mine.iter().zip(&sum).all(is_multiple) {
-        bail!(
-            "the gradient of parameter {name} is the same on all {num_holders} tensor-parallel ranks that hold these values of it, though \
-             it should be a summand on each: summed, it would be {num_holders} times too large\nhint: a weight that all ranks use on \
-             the same values is asked for by get, or with Gradient::Complete; a layer whose Shard is the whole weight on every rank was \
-             built with another group than mesh.tp, such as ProcessGroup::single: to hold the whole of a layer on each rank, use one that \
-             is not parallel"
-        );
-    }
-    Ok(has_values && sum.iter().all(|sum| sum.is_finite()))
-}
-
 #[cfg(test)]
 mod tests {
     use candle_comm::{Degrees, Mesh, launch};
@@ -145,8 +115,8 @@ mod tests {
     use candle_nn::Init;
 
     use super::*;
-    use crate::ParamStore;
     use crate::agreement::Facts;
+    use crate::{ParamStore, PipelineLayout};
 
     /// What two tensor-parallel ranks, whose sums of a norm's gradient are these, take for it, and whether they say that it is the same.
     fn taken(sums: [f32; 2]) -> Result<(Vec<f32>, bool)> {
@@ -161,7 +131,7 @@ mod tests {
             let store = ParamStore::init(0);
             let vb = store.builder(DType::F32, &Device::Cpu);
             vb.get(3, "norm", Init::Const(1.0))?;
-            let params = store.seal(&mesh, Facts::default())?;
+            let params = store.seal(&mesh, Facts::default(), &PipelineLayout::even(1, 1)?)?;
             let mut gradients = Gradients::new(&params, &mesh)?;
             let own = FlatBuffer::zeros(params.layout().buckets[0].len, &Device::Cpu)?;
             own.write(

@@ -4,19 +4,21 @@
 //! backward passes end, then parameters tied across stages, when all passes are over. Whether reductions overlap with the
 //! backward pass changes when they start, not their order, and so no bit.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use candle_comm::{Mesh, ReduceOp};
+use candle_comm::ReduceOp;
 use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::sum_of_squares_into;
 
 use super::accumulate::Gradients;
-use super::reduced::{ReducedGradients, ReducedLoss};
+use super::reduced::{ReducedGradients, ReducedLoss, compare_update};
 use super::shared::sum_overlaps;
 use super::transfer::Sum;
 use crate::agreement::{Comparison, Facts};
 use crate::memory::MemoryCategory;
-use crate::params::{Bucket, FlatBuffer, Parameters, Sharing, intersect, joined};
+use crate::params::{Bucket, FlatBuffer, Parameters, Sharing, Slot};
+use crate::pass::Reported;
+use crate::placement::{intersect, joined};
 
 /// Reductions under way.
 pub(super) struct Reductions {
@@ -28,6 +30,8 @@ pub(super) struct Reductions {
     has_sum: Vec<bool>,
     /// Of whole buckets this rank's part of what earlier passes of the step gave, if it was summed before they went on.
     earlier: Vec<Option<FlatBuffer>>,
+    /// Of each block how many micro-batches it has not computed the gradients of its weights for.
+    owed: HashMap<usize, usize>,
     /// Of each parameter that several tensor-parallel ranks hold, whether the ranks' gradients were seen to be summands.
     is_summand: Vec<bool>,
 }
@@ -45,7 +49,7 @@ struct Compared {
 const NUM_COMPARED: usize = 3;
 
 /// Numbers that a step sums over all ranks.
-const NUM_SUMS: usize = 6;
+const NUM_SUMS: usize = 7;
 
 /// Divided buckets that are whole on this rank while they are summed, at most; one more is being written to. One that several blocks
 /// write to is whole from the first write until the backward pass of its first block.
@@ -58,6 +62,7 @@ impl Reductions {
             dividing: VecDeque::new(),
             has_sum: vec![false; num_buckets],
             earlier: vec![None; num_buckets],
+            owed: HashMap::new(),
             is_summand: vec![false; num_params],
         }
     }
@@ -71,14 +76,21 @@ impl Reductions {
         self.dividing.clear();
         self.has_sum.fill(false);
         self.earlier.fill(None);
+        self.owed.clear();
     }
 }
 
 impl Gradients {
     /// Begins passes that may follow others of the same step: what is being summed of theirs is kept apart, and they add to nothing.
-    pub(crate) fn begin_passes(&mut self) -> Result<()> {
+    /// Each of `blocks` will be [done](Self::block_done) with `num_micro_batches`.
+    pub(crate) fn begin_passes(
+        &mut self,
+        blocks: impl Iterator<Item = usize>,
+        num_micro_batches: usize,
+    ) -> Result<()> {
+        self.reductions.owed = blocks.map(|block| (block, num_micro_batches)).collect();
         let params = self.params.clone();
-        for (index, bucket) in params.layout().buckets.iter().enumerate() {
+        for index in 0..params.layout().num_gradient_buckets() {
             let Some(sum) = self.reductions.started[index].take() else {
                 continue;
             };
@@ -91,26 +103,44 @@ impl Gradients {
                     self.reductions.earlier[index] = Some(copy);
                 }
             }
-            for slot in &bucket.slots {
-                self.is_filled[slot.param] = false;
-            }
+            self.filled[index].clear();
         }
         Ok(())
     }
 
-    /// Tells that a micro-batch's backward pass has left block `block`: what only it and later blocks add to is complete, for this
-    /// micro-batch or, if it is the last one, for the step.
-    pub(crate) fn block_done(&mut self, block: usize, is_last_micro_batch: bool) -> Result<()> {
+    /// Tells that a block has computed the gradients of its weights for a micro-batch. From ZeRO-2 on these are summed now; else what no block
+    /// owes anything any more is complete for the step, and its sum begins.
+    pub(crate) fn block_done(&mut self, block: usize) -> Result<()> {
         let params = self.params.clone();
-        let (groups, overlaps) = (params.groups(), params.data_parallel().overlap);
-        let is_early = overlaps && is_last_micro_batch && self.mesh.dp.world_size() > 1;
-        let buckets = params.layout().buckets.iter().enumerate();
-        for (index, bucket) in buckets.filter(|(_, bucket)| bucket.block == block) {
-            if groups.shards_gradients() {
-                self.divide(index)?;
-            } else if is_early && bucket.tie.is_none() {
-                self.start_reduction(index)?;
+        if let Some(owed) = self.reductions.owed.get_mut(&block) {
+            *owed = owed.saturating_sub(1);
+        }
+        let layout = params.layout();
+        if params.groups().shards_gradients() {
+            // Of what several blocks use the first one is the last to add to it.
+            let is_complete =
+                |index: &usize| layout.gradient_bucket(*index).blocks.first() == Some(&block);
+            let mut complete = (0..layout.num_gradient_buckets()).filter(is_complete);
+            return complete.try_for_each(|index| {
+                // Zeros, if nothing was written here: other replicas may have something.
+                self.whole(index)?;
+                self.divide(index)
+            });
+        }
+        if !params.data_parallel().overlap || self.mesh.dp.world_size() == 1 {
+            return Ok(());
+        }
+        // In their order, which is the same on every replica, whatever the order of the passes.
+        for (index, bucket) in layout.buckets.iter().enumerate() {
+            if bucket.tie.is_some() {
+                continue;
             }
+            let owed = &self.reductions.owed;
+            let is_owed = |block: &usize| owed.get(block).is_none_or(|owed| *owed > 0);
+            if bucket.blocks.iter().any(is_owed) {
+                break;
+            }
+            self.start_reduction(index)?;
         }
         Ok(())
     }
@@ -118,17 +148,15 @@ impl Gradients {
     /// Starts to sum a micro-batch's gradients of a bucket over the ranks that divide it.
     fn divide(&mut self, index: usize) -> Result<()> {
         let params = self.params.clone();
-        let bucket = &params.layout().buckets[index];
+        let bucket = params.layout().gradient_bucket(index);
         let Some(whole) = self.whole[index].take() else {
             return Ok(());
         };
         // What was not written to is as it was made, zero.
-        for slot in &bucket.slots {
-            self.is_filled[slot.param] = false;
-        }
+        self.filled[index].clear();
         let is_summand = &mut self.reductions.is_summand;
         sum_overlaps(&params, bucket, &whole, &self.mesh.tp, is_summand)?;
-        let sum = Sum::start(whole, bucket, (params.groups(), params.meter()))?;
+        let sum = Sum::start(whole, bucket, params.groups(), params.meter())?;
         self.reductions.dividing.push_back((index, sum));
         match params.data_parallel().overlap {
             true => self.finish_dividing(MAX_DIVIDING),
@@ -179,16 +207,17 @@ impl Gradients {
         let mut reduced = Vec::with_capacity(buckets.len());
         if params.groups().shards_gradients() {
             // What was added by hand, not by a backward pass.
-            (0..buckets.len()).try_for_each(|index| self.divide(index))?;
+            let num_gradient_buckets = params.layout().num_gradient_buckets();
+            (0..num_gradient_buckets).try_for_each(|index| self.divide(index))?;
             self.finish_dividing(0)?;
         }
         // Without overlap two buckets are under way at a time.
         for index in 0..=buckets.len() {
-            if index < buckets.len() {
-                self.start_reduction(index)?;
+            for stage in params.layout().stages_of(index) {
+                self.start_reduction(stage)?;
             }
             if let Some(earlier) = index.checked_sub(1) {
-                let flat = self.finish_reduction(earlier)?;
+                let flat = self.finish_stages(earlier)?;
                 // While what was just reduced is in the cache.
                 add_squares(&params, &squares, &buckets[earlier], &flat)?;
                 reduced.push(flat);
@@ -200,13 +229,25 @@ impl Gradients {
         };
         let sums = self.sums(squares, &compared)?;
         self.judge(&reduced, &sums, update)?;
-        let [squares, loss_sum, num_targets, num_asking, _, _] = sums;
+        let [
+            squares,
+            loss_sum,
+            num_targets,
+            num_asking,
+            num_reported,
+            _,
+            _,
+        ] = sums;
         if num_targets <= 0.0 {
             bail!("the global batch has no targets: there is nothing to learn from");
         }
         let loss = ReducedLoss {
             mean: loss_sum / num_targets,
             num_targets: num_targets as usize,
+        };
+        let metrics = match num_reported > 0.0 {
+            true => self.metrics(num_targets)?,
+            false => BTreeMap::new(),
         };
         let divisor = num_targets * self.loss_scale;
         let whole = self.whole.iter();
@@ -215,12 +256,14 @@ impl Gradients {
             mesh: self.mesh.clone(),
             buckets: reduced,
             whole: whole
+                .take(buckets.len())
                 .map(|flat| Some(flat.as_ref()?.tensor().clone()))
                 .collect(),
             clip: 1.0,
             scale: 1.0 / divisor,
             norm: squares.sqrt() / divisor,
             loss,
+            metrics,
             is_asked_to_stop: num_asking > 0.0,
             is_compared: update.is_some(),
         })
@@ -273,21 +316,35 @@ impl Gradients {
         // The ranks of a replica have the same targets, and those of its last stage the same loss.
         let is_first_tp = self.mesh.tp.rank() == 0;
         let loss_sum = totals.loss_sum.as_ref().filter(|_| is_first_tp);
+        let counted = if loss_sum.is_some() {
+            totals.num_targets
+        } else {
+            0.0
+        };
         let loss_sum = loss_sum.map_or_else(|| Ok(zero.clone()), |sum| sum.reshape(1))?;
         // Filled by a kernel: a copy of the host's number would wait for the GPU.
         let filled = |value: f64| match value {
             0.0 => Ok(zero.clone()),
             _ => zero.affine(0.0, value),
         };
-        let counts_targets = is_first_tp && self.mesh.pp.rank() == 0;
-        let num_targets = filled(if counts_targets {
-            totals.num_targets
-        } else {
-            0.0
+        let is_first = is_first_tp && self.mesh.pp.rank() == 0;
+        let num_targets = filled(match totals.said_targets {
+            Some(said) if is_first => said,
+            Some(_) => 0.0,
+            None => counted,
         })?;
         let num_asking = filled(f64::from(u8::from(totals.asks_to_stop)))?;
+        let num_reported = filled(totals.reported.len() as f64)?;
         let (copies, update) = (filled(compared.copies)?, filled(compared.update)?);
-        let sums = [squares, loss_sum, num_targets, num_asking, copies, update];
+        let sums = [
+            squares,
+            loss_sum,
+            num_targets,
+            num_asking,
+            num_reported,
+            copies,
+            update,
+        ];
         let sums = Tensor::cat(&sums, 0)?;
         let sums = self.mesh.world.all_reduce(&sums, ReduceOp::Sum)?;
         let sums = sums.to_vec1::<f64>()?;
@@ -300,10 +357,35 @@ impl Gradients {
         })
     }
 
+    /// What blocks of all ranks have reported, by name: losses divided by the number of targets, other numbers by how often they were. Every
+    /// rank must call it.
+    fn metrics(&self, num_targets: f64) -> Result<BTreeMap<String, f64>> {
+        // Tensor-parallel ranks report the same.
+        let own = match self.mesh.tp.rank() {
+            0 => self.totals.reported.clone(),
+            _ => BTreeMap::new(),
+        };
+        let own = serde_json::to_vec(&own).map_err(candle_core::Error::wrap)?;
+        let mut all: BTreeMap<String, Reported> = BTreeMap::new();
+        for bytes in self.mesh.world.all_gather_bytes(&own)? {
+            let of_rank: BTreeMap<String, Reported> =
+                serde_json::from_slice(&bytes).map_err(candle_core::Error::wrap)?;
+            for (name, reported) in of_rank {
+                let known = all.entry(name).or_default();
+                *known = known.plus(reported);
+            }
+        }
+        let mean = |reported: Reported| match reported.count {
+            0 => reported.sum() / num_targets,
+            count => reported.sum() / count as f64,
+        };
+        Ok(all.into_iter().map(|(name, of)| (name, mean(of))).collect())
+    }
+
     /// Starts the reduction of a bucket over the data-parallel ranks, unless that was done; of a divided one it has been.
     fn start_reduction(&mut self, index: usize) -> Result<()> {
         let params = self.params.clone();
-        let (bucket, groups) = (&params.layout().buckets[index], params.groups());
+        let (bucket, groups) = (params.layout().gradient_bucket(index), params.groups());
         if self.reductions.has_started(index) {
             return Ok(());
         }
@@ -312,42 +394,26 @@ impl Gradients {
             return Ok(()); // The sum is in the slice.
         };
         // What earlier passes of the step gave to these, and these did not, lies in `earlier`.
-        for slot in bucket
-            .slots
-            .iter()
-            .filter(|slot| !self.is_filled[slot.param])
-        {
-            let zeros = Tensor::zeros(slot.range.len(), DType::F32, whole.tensor().device())?;
-            whole.write(slot.range.start, &zeros)?;
-        }
+        self.write_missing(index, &whole)?;
         let is_summand = &mut self.reductions.is_summand;
         sum_overlaps(&params, bucket, &whole, &self.mesh.tp, is_summand)?;
-        let started = Sum::start(whole, bucket, (groups, params.meter()))?;
+        let started = Sum::start(whole, bucket, groups, params.meter())?;
         self.reductions.started[index] = Some(started);
         Ok(())
     }
 
-    /// This rank's part of a bucket, summed over all ranks.
-    fn finish_reduction(&mut self, index: usize) -> Result<FlatBuffer> {
+    /// This rank's part of a bucket, summed over all ranks and, of tied parameters, over the stages that use them.
+    fn finish_stages(&mut self, index: usize) -> Result<FlatBuffer> {
         let params = self.params.clone();
-        let (bucket, groups) = (&params.layout().buckets[index], params.groups());
-        let own = match self.reductions.started[index].take() {
-            Some(started) => started.finish(groups)?,
-            None => self.slices[index].clone(),
+        let bucket = &params.layout().buckets[index];
+        let stages = params.layout().stages_of(index);
+        let stages = stages.map(|stage| self.finish_reduction(stage));
+        let stages = stages.collect::<Result<Vec<_>>>()?;
+        let Some(own) = stages.first().cloned() else {
+            bail!("bucket {index} of the gradients is of no stage")
         };
-        if let Some(earlier) = self.reductions.earlier[index].take() {
-            own.add(0, earlier.tensor())?;
-        }
-        // Sums over slices, of which each rank has one, move less than sums over whole buckets.
-        if groups.shard.world_size() > 1 {
-            let copies = &groups.copies;
-            let sum = copies.start_all_reduce_in_place(own.tensor(), ReduceOp::Sum)?;
-            sum.wait()?;
-        }
         if let Some(tie) = bucket.tie {
-            let stages = &params.ties()[tie].group;
-            let sum = stages.start_all_reduce_in_place(own.tensor(), ReduceOp::Sum)?;
-            sum.wait()?;
+            params.ties()[tie].sum(&stages)?;
         }
         if bucket.sharing == Sharing::Copies && !self.mesh.dp.sums_in_rank_order() {
             self.take_first_copy(&own)?;
@@ -355,10 +421,42 @@ impl Gradients {
         Ok(own)
     }
 
+    /// This rank's part of a stage's gradients of a bucket, summed over the replicas.
+    fn finish_reduction(&mut self, index: usize) -> Result<FlatBuffer> {
+        let params = self.params.clone();
+        let groups = params.groups();
+        let own = match self.reductions.started[index].take() {
+            Some(started) => started.finish(groups)?,
+            None => {
+                let slice = self.slices[index].clone();
+                if !self.reductions.has_sum[index] {
+                    // It has what an earlier step left.
+                    slice.write(0, &slice.tensor().zeros_like()?)?;
+                }
+                slice
+            }
+        };
+        if let Some(earlier) = self.reductions.earlier[index].take() {
+            own.add(0, earlier.tensor())?;
+        }
+        // Sums over slices, of which each rank has one, move less than sums over whole buckets.
+        if groups.shard.world_size() > 1 {
+            let copies = &groups.replicate;
+            let sum = copies.start_all_reduce_in_place(own.tensor(), ReduceOp::Sum)?;
+            sum.wait()?;
+        }
+        Ok(own)
+    }
+
     /// An error that names the first parameter of a bucket without a gradient, if there is one.
     pub(super) fn check_complete(&self, bucket: &Bucket) -> Result<()> {
         let mut slots = bucket.slots.iter();
-        match slots.find(|slot| !self.has_gradient[slot.param]) {
+        let lacks = |slot: &&Slot| {
+            let param = self.params.get(slot.param);
+            let may_lack = param.is_of_blocks() && !param.needs_gradient();
+            !self.has_gradient[slot.param] && !may_lack
+        };
+        match slots.find(lacks) {
             None => Ok(()),
             Some(slot) => {
                 let param = self.params.get(slot.param);
@@ -380,15 +478,6 @@ impl Gradients {
     }
 }
 
-/// An error on every rank if ranks say other things about an update.
-pub(super) fn compare_update(mesh: &Mesh, says: &Facts) -> Result<()> {
-    says.compare(
-        &mesh.world,
-        "ranks disagree about an update",
-        "every rank computes learning rate and clipping from the same numbers, such as that of the step",
-    )
-}
-
 /// Adds to `sum` the squares of the values of a reduced bucket that this rank owns: each of the model counts on one.
 pub(super) fn add_squares(
     params: &Parameters,
@@ -397,7 +486,7 @@ pub(super) fn add_squares(
     flat: &FlatBuffer,
 ) -> Result<()> {
     let groups = params.groups();
-    if groups.copies.rank() > 0 {
+    if groups.replicate.rank() > 0 {
         return Ok(());
     }
     let own = groups.own_range(bucket.len);

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use candle_comm::Mesh;
 use candle_core::{Result, Tensor, bail};
 
-use super::reduce::compare_update;
 use crate::agreement::Facts;
-use crate::params::{FlatBuffer, Parameters, intersect};
+use crate::params::{FlatBuffer, Parameters};
+use crate::placement::intersect;
 
 /// Gradients summed over all ranks: whole buckets (ZeRO-0) or this rank's slices of them.
 pub struct ReducedGradients {
@@ -23,6 +23,7 @@ pub struct ReducedGradients {
     pub(super) clip: f64,
     pub(super) norm: f64,
     pub(super) loss: ReducedLoss,
+    pub(super) metrics: BTreeMap<String, f64>,
     pub(super) is_asked_to_stop: bool,
     /// Whether ranks have compared what they say about the update, or do not: those of asynchronous servers.
     pub(super) is_compared: bool,
@@ -54,6 +55,11 @@ impl ReducedGradients {
     /// The loss whose gradients these are.
     pub fn loss(&self) -> ReducedLoss {
         self.loss
+    }
+
+    /// What blocks have reported, by name: see [`Pass::report`](crate::Pass::report). The same on every rank.
+    pub fn metrics(&self) -> &BTreeMap<String, f64> {
+        &self.metrics
     }
 
     /// Whether [any rank](crate::Gradients::ask_to_stop) asks to stop after this step: the same on every rank.
@@ -165,4 +171,13 @@ impl ReducedGradients {
         }
         Ok(grads)
     }
+}
+
+/// An error on every rank if ranks say other things about an update.
+pub(super) fn compare_update(mesh: &Mesh, says: &Facts) -> Result<()> {
+    says.compare(
+        &mesh.world,
+        "ranks disagree about an update",
+        "every rank computes learning rate and clipping from the same numbers, such as that of the step",
+    )
 }

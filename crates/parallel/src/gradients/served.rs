@@ -1,5 +1,6 @@
 //! Gradients on their way from workers, which compute them, to servers, which update the weights.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use candle_comm::{Mesh, ReduceOp};
@@ -26,10 +27,18 @@ impl Gradients {
                 buckets.len()
             );
         }
+        if self.params.layout().num_gradient_buckets() != buckets.len() {
+            bail!(
+                "a worker with several pipeline stages that share weights cannot send their gradients\nhint: give it the model as one stage"
+            );
+        }
         let slice = |(index, range): (usize, &Range<usize>)| {
             self.check_complete(&buckets[index])?;
             match &self.whole[index] {
-                Some(whole) => whole.view(range.start, range.len()),
+                Some(whole) => {
+                    self.write_missing(index, whole)?;
+                    whole.view(range.start, range.len())
+                }
                 None => bail!("replicas have divided the gradients"),
             }
         };
@@ -42,7 +51,9 @@ impl Gradients {
     /// Failures of the device.
     pub fn own_norm(&self) -> Result<f64> {
         let squares = Tensor::zeros(1, DType::F64, self.mesh.world.device())?;
-        for whole in self.whole.iter().flatten() {
+        for (index, whole) in self.whole.iter().enumerate() {
+            let Some(whole) = whole else { continue };
+            self.write_missing(index, whole)?;
             sum_of_squares_into(&squares, true, whole.tensor())?;
         }
         Ok(squares.to_vec1::<f64>()?[0].sqrt())
@@ -105,6 +116,7 @@ impl ReducedGradients {
                 mean: sums.loss_sum / sums.num_targets as f64,
                 num_targets: sums.num_targets,
             },
+            metrics: BTreeMap::new(),
             is_asked_to_stop,
             is_compared: true,
         })

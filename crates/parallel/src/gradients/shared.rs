@@ -1,10 +1,10 @@
 //! Sums over what several ranks of a replica hold: parts that overlap, replicated parameters with partial gradients, ties.
 
 use candle_comm::{ProcessGroup, ReduceOp};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 
-use super::copies::check_is_summand;
-use crate::params::{Bucket, FlatBuffer, Gradient, Parameters, intersect};
+use crate::params::{Bucket, FlatBuffer, Parameters};
+use crate::placement::Gradient;
 
 /// Sums the gradients of a bucket's values that several tensor-parallel ranks hold, where each has a summand. All ranks of the
 /// group must call it. One sum moves all such values of the bucket, and no others. `is_summand` tells of which parameters' gradients
@@ -23,7 +23,7 @@ pub(super) fn sum_overlaps(
     let mut len = 0;
     for slot in &bucket.slots {
         let param = params.get(slot.param);
-        let (dim, held) = param.held();
+        let (dim, _) = param.held();
         for overlap in params.overlaps(slot.param) {
             if overlap.gradient == Gradient::Complete {
                 continue;
@@ -34,16 +34,10 @@ pub(super) fn sum_overlaps(
                 *width = overlap.range.len();
             }
             let num_values: usize = dims.iter().product();
-            if intersect(&overlap.range, &held) == overlap.range {
-                let local = flat.view(slot.range.start, param.num_values())?;
-                let local = local.reshape(param.local_shape())?;
-                let local = match local.rank() {
-                    0 => local,
-                    _ => {
-                        local.narrow(dim, overlap.range.start - held.start, overlap.range.len())?
-                    }
-                };
-                pieces.push(Piece {
+            let local = flat.view(slot.range.start, param.num_values())?;
+            let local = local.reshape(param.local_shape())?;
+            if let Some(local) = param.narrow(&local, &overlap.range)? {
+                pieces.push(SummedValues {
                     start: len,
                     local,
                     param: slot.param,
@@ -74,7 +68,7 @@ pub(super) fn sum_overlaps(
 }
 
 /// Values here of a parameter that other ranks hold, too.
-struct Piece {
+struct SummedValues {
     /// Their place in the sum.
     start: usize,
     local: Tensor,
@@ -91,4 +85,30 @@ fn write_through(view: &Tensor, values: &Tensor) -> Result<()> {
         write_through(&view.get(row)?, &values.get(row)?)?;
     }
     Ok(())
+}
+
+/// An error if `mine` is no summand of `sum`, which the `num_holders` ranks that hold a parameter added up, but the whole gradient, on
+/// each of them: it would count as often. Whether something can be said of it: not of zeros, nor of what has overflowed.
+fn check_is_summand(name: &str, mine: &Tensor, sum: &Tensor, num_holders: usize) -> Result<bool> {
+    let values = |values: &Tensor| values.flatten_all()?.to_vec1::<f32>();
+    let (mine, sum) = (values(mine)?, values(sum)?);
+    // Equal summands give a multiple of one, up to the rounding of the additions.
+    let factor = num_holders as f32;
+    let is_multiple = |(mine, sum): (&f32, &f32)| {
+        (sum - factor * mine).abs() <= factor * f32::EPSILON * (factor * mine).abs()
+    };
+    let has_values = mine
+        .iter()
+        .zip(&sum)
+        .any(|(mine, sum)| *mine != 0.0 || *sum != 0.0);
+    if has_values && mine.iter().zip(&sum).all(is_multiple) {
+        bail!(
+            "the gradient of parameter {name} is the same on all {num_holders} tensor-parallel ranks that hold these values of it, though \
+             it should be a summand on each: summed, it would be {num_holders} times too large\nhint: a weight that all ranks use on \
+             the same values is asked for by get, or with Gradient::Complete; a layer whose Shard is the whole weight on every rank was \
+             built with another group than mesh.tp, such as ProcessGroup::single: to hold the whole of a layer on each rank, use one that \
+             is not parallel"
+        );
+    }
+    Ok(has_values && sum.iter().all(|sum| sum.is_finite()))
 }

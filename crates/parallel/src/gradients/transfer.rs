@@ -4,7 +4,7 @@ use candle_comm::{Pending, ReduceOp};
 use candle_core::{DType, Result, Tensor};
 use candle_ops::{dequantize_int8_sum_into, quantize_int8};
 
-use crate::memory::{Held, MemoryCategory, MemoryMeter, num_bytes};
+use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter, num_bytes};
 use crate::params::{Bucket, FlatBuffer, ReduceType, ReplicaGroups, in_dtype};
 
 /// The sum of a bucket over the ranks that divide it, under way; without such ranks over those that hold the same.
@@ -13,7 +13,7 @@ pub(super) struct Sum {
     moved: Pending<Tensor>,
     form: ReduceType,
     /// Counts the copy that moves, if it is one, and what comes of it.
-    _copy: Option<Held>,
+    _copy: Option<MemoryGuard>,
 }
 
 impl Sum {
@@ -21,7 +21,8 @@ impl Sum {
     pub fn start(
         whole: FlatBuffer,
         bucket: &Bucket,
-        (groups, meter): (&ReplicaGroups, &MemoryMeter),
+        groups: &ReplicaGroups,
+        meter: &MemoryMeter,
     ) -> Result<Self> {
         let form = groups.reduce_type(bucket);
         let shard = &groups.shard;
@@ -39,11 +40,11 @@ impl Sum {
         let moved = match (&copy, form) {
             (None, _) if is_divided => shard.start_reduce_scatter_in_place(flat, ReduceOp::Sum)?,
             (None, _) => groups
-                .copies
+                .replicate
                 .start_all_reduce_in_place(flat, ReduceOp::Sum)?,
             (Some(rows), ReduceType::Int8) => shard.start_all_to_all(rows)?,
             (Some(copy), _) if is_divided => shard.start_reduce_scatter(copy, ReduceOp::Sum)?,
-            (Some(copy), _) => groups.copies.start_all_reduce(copy, ReduceOp::Sum)?,
+            (Some(copy), _) => groups.replicate.start_all_reduce(copy, ReduceOp::Sum)?,
         };
         // And its result, which is here before anybody waits for it.
         let result = |copy: &Tensor| match form {

@@ -2,14 +2,16 @@
 //! (arXiv:1909.08053, section 3).
 
 use candle_comm::{Pending, ProcessGroup, ReduceOp};
-use candle_core::{Module, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use candle_nn::Init;
 use candle_ops::{linear_bias_grad_into, linear_forward, linear_weight_grad_into};
 
 use super::input_grad::input_grad;
-use super::layer::{GradientSink, Layer, in_graph};
-use crate::lora::LowRank;
-use crate::params::{ParamBuilder, Shard, TiledWeight, WEIGHT_INIT};
+use super::layer::Layer;
+use super::low_rank::LowRank;
+use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
+use crate::pass::{GradientSink, Pass};
+use crate::placement::Shard;
 
 /// Holds rows `r` of a global weight (out, in), and the same part of the bias and of a low-rank adapter, if it has one.
 #[derive(Clone)]
@@ -22,6 +24,9 @@ pub struct ColumnParallelLinear {
 }
 
 /// A column-parallel layer of which each rank has an even part: (.., in) -> (.., out / tp).
+///
+/// # Errors
+/// Fewer output features than ranks, and errors of [`ParamBuilder::get_placed`].
 pub fn column_parallel_linear(
     in_dim: usize,
     out_dim: usize,
@@ -34,6 +39,9 @@ pub fn column_parallel_linear(
 }
 
 /// A column-parallel layer of which this rank has the output features `shard`: (.., in) -> (.., shard).
+///
+/// # Errors
+/// Those of [`ParamBuilder::get_placed`].
 pub fn column_parallel_linear_shard(
     in_dim: usize,
     shard: Shard,
@@ -41,7 +49,7 @@ pub fn column_parallel_linear_shard(
     tp: &ProcessGroup,
     vb: ParamBuilder,
 ) -> Result<ColumnParallelLinear> {
-    let out_dim = shard.global;
+    let out_dim = shard.global();
     let weight = vb.get_tiled((out_dim, in_dim), "weight", shard.clone(), WEIGHT_INIT)?;
     let low_rank = LowRank::column_parallel(in_dim, &shard, &vb)?;
     let bias = match bias {
@@ -93,21 +101,27 @@ impl ColumnParallelLinear {
 }
 
 /// Backward pass of layers that share an input, each with the gradient (.., local_out) of its output: the gradient of the
-/// input, summed over `tp`, which is under way while the weights' gradients are computed.
+/// input, summed over the layers' group, which is under way while the weights' gradients are computed.
 ///
 /// `xs` (.., in) is the input, which any of the layers saved; it may be missing if none of them
 /// [needs](ColumnParallelLinear::needs_input) it.
+///
+/// # Errors
+/// No layers, a missing input that one of them needs, shapes that do not fit, and what ends collectives.
 pub fn column_parallel_backward(
     layers: &[(&ColumnParallelLinear, &Tensor)],
     xs: Option<&Tensor>,
-    tp: &ProcessGroup,
+    pass: &Pass,
     gradients: &mut dyn GradientSink,
 ) -> Result<Tensor> {
+    let Some((first, _)) = layers.first() else {
+        bail!("the backward pass of no layers; expected at least one");
+    };
     let adapters = layers.iter();
     let adapters = adapters.map(|(layer, dy)| {
         let adapter = layer.low_rank.as_ref();
         adapter
-            .map(|adapter| Ok((adapter, adapter.inner_grad(dy)?)))
+            .map(|adapter| Ok((adapter, adapter.inner_grad(dy, pass)?)))
             .transpose()
     });
     let adapters: Vec<_> = adapters.collect::<Result<_>>()?;
@@ -128,36 +142,45 @@ pub fn column_parallel_backward(
         );
     }
     let started = match is_summed_here {
-        true => tp.start_all_reduce(&partial, ReduceOp::Sum)?,
+        true => first.tp.start_all_reduce(&partial, ReduceOp::Sum)?,
         false => Pending::ready(partial),
     };
     for ((layer, dy), adapter) in layers.iter().zip(&adapters) {
-        layer.write_gradients(dy, xs, gradients)?;
+        layer.put_gradients(dy, xs, gradients)?;
         if let Some((adapter, inner)) = adapter.as_ref().filter(|(adapter, _)| adapter.is_trained())
         {
-            adapter.write_gradients(inner, kept(xs)?, dy, gradients)?;
+            adapter.put_gradients(inner, kept(xs)?, dy, gradients)?;
         }
     }
     started.wait()
 }
 
 impl ColumnParallelLinear {
-    fn write_gradients(
+    fn put_gradients(
         &self,
         dy: &Tensor,
         xs: Option<&Tensor>,
         gradients: &mut dyn GradientSink,
     ) -> Result<()> {
-        gradients.write(self.weight(), &mut |dst, add| {
-            linear_weight_grad_into(dst, add, dy, kept(xs)?)
-        })?;
-        match &self.bias {
-            None => Ok(()),
-            Some(bias) => {
-                gradients.write(bias, &mut |dst, add| linear_bias_grad_into(dst, add, dy))
-            }
+        if self.weight().track_op() {
+            let (dy, xs) = (dy.clone(), kept(xs)?.clone());
+            let grad = move |dst: &Tensor, add| linear_weight_grad_into(dst, add, &dy, &xs);
+            gradients.put(self.weight(), Box::new(grad))?;
         }
+        put_bias_grad(self.bias.as_ref(), dy, gradients)
     }
+}
+
+/// Puts the gradient of a linear layer's bias (out), if it has one, from that of its output, `dy` (.., out).
+pub(super) fn put_bias_grad(
+    bias: Option<&Tensor>,
+    dy: &Tensor,
+    gradients: &mut dyn GradientSink,
+) -> Result<()> {
+    let Some(bias) = bias else { return Ok(()) };
+    let dy = dy.clone();
+    let grad = move |dst: &Tensor, add| linear_bias_grad_into(dst, add, &dy);
+    gradients.put(bias, Box::new(grad))
 }
 
 impl Layer for ColumnParallelLinear {
@@ -165,7 +188,7 @@ impl Layer for ColumnParallelLinear {
     type Saved = Option<Tensor>;
 
     /// (.., in) -> (.., local_out). The input is the same on all ranks.
-    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Self::Saved)> {
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Self::Saved)> {
         let bias = self.bias.as_ref().map(Tensor::detach);
         let ys = self.weight.concat(|rows, tile| {
             let bias = bias.as_ref();
@@ -174,7 +197,7 @@ impl Layer for ColumnParallelLinear {
         })?;
         let ys = match &self.low_rank {
             None => ys,
-            Some(adapter) => adapter.forward_add(&ys, xs)?,
+            Some(adapter) => adapter.forward_add(&ys, xs, pass)?,
         };
         Ok((ys, self.needs_input().then(|| xs.clone())))
     }
@@ -183,22 +206,16 @@ impl Layer for ColumnParallelLinear {
         &self,
         xs: Self::Saved,
         dy: &Tensor,
+        pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>> {
-        column_parallel_backward(&[(self, dy)], xs.as_ref(), &self.tp, gradients).map(Some)
+        column_parallel_backward(&[(self, dy)], xs.as_ref(), pass, gradients).map(Some)
     }
 
     fn weights(&self) -> Vec<&Tensor> {
         let adapter = self.low_rank.iter().flat_map(LowRank::weights);
         let weights = std::iter::once(self.weight()).chain(&self.bias);
         weights.chain(adapter).collect()
-    }
-}
-
-impl Module for ColumnParallelLinear {
-    /// (.., in) -> (.., local_out) in candle's graph; backward sums the input's gradient over the ranks.
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        in_graph(self, xs)
     }
 }
 

@@ -10,48 +10,81 @@ use candle_ops::{
     linear_weight_grad_into, softmax_stats, sum_into,
 };
 
-use super::layer::GradientSink;
-use crate::params::{Shard, TiledWeight};
+use crate::params::TiledWeight;
+use crate::pass::{GradientSink, WeightHalf};
+use crate::placement::Shard;
 
 /// Rows (n, hidden), their targets (n), the weight (local_vocab, hidden) of the vocabulary's part `shard`; `chunk_rows` rows of
 /// logits exist at once.
-pub(super) struct HeadByTiles<'a> {
-    pub xs: &'a Tensor,
-    pub targets: &'a Tensor,
-    pub weight: &'a TiledWeight,
-    pub shard: &'a Shard,
-    pub tp: &'a ProcessGroup,
+pub(super) struct HeadByTiles {
+    pub xs: Tensor,
+    pub targets: Tensor,
+    pub weight: TiledWeight,
+    pub shard: Shard,
+    pub tp: ProcessGroup,
     pub chunk_rows: usize,
 }
 
-impl HeadByTiles<'_> {
+/// A product of the weight's gradient that waits: the tile's rows, whether it is the first chunk, the gradient of the logits (len, rows of the
+/// tile) and the input (len, hidden).
+struct WaitingProduct {
+    tile_rows: Range<usize>,
+    is_first_chunk: bool,
+    dz: Tensor,
+    xs: Tensor,
+}
+
+impl WaitingProduct {
+    /// Writes it to its rows of `dw`, or adds it, as the flag says of the first one of a row.
+    fn run(&self, dw: &Tensor, add: bool) -> Result<()> {
+        let (rows, hidden) = (&self.tile_rows, self.xs.dim(1)?);
+        let dw = dw.narrow(0, rows.start * hidden, rows.len() * hidden)?;
+        linear_weight_grad_into(&dw, add || !self.is_first_chunk, &self.dz, &self.xs)
+    }
+}
+
+impl HeadByTiles {
     /// The sum of the losses, f64, and the gradient of the rows (n, hidden) times `loss_scale`; that of the weight goes to `gradients`.
     pub fn losses_and_grad(
-        &self,
+        self,
         loss_scale: f32,
         gradients: &mut dyn GradientSink,
     ) -> Result<(Tensor, Tensor)> {
         let stats = self.tp.all_gather(&self.stats()?, 0)?;
-        let (losses, log_sum_exp) = cross_entropy_loss(&stats, self.targets, self.shard.global)?;
+        let (losses, log_sum_exp) = cross_entropy_loss(&stats, &self.targets, self.shard.global())?;
         let sum = Tensor::zeros((), DType::F64, self.xs.device())?;
         sum_into(&sum, true, &losses)?;
         // In f32, rounded once.
         let dx = Tensor::zeros(self.xs.elem_count(), DType::F32, self.xs.device())?;
-        let mut is_done = false;
-        gradients.write(self.weight.tensor(), &mut |dw, add| {
-            is_done = true;
-            self.backward(&log_sum_exp, loss_scale, &dx, Some((dw, add)))
-        })?;
-        if !is_done {
-            // Nobody wants the weight's gradient.
-            self.backward(&log_sum_exp, loss_scale, &dx, None)?;
+        let (dims, dtype, tp) = (self.xs.dims().to_vec(), self.xs.dtype(), self.tp.clone());
+        let weight = self.weight.tensor().clone();
+        if !weight.track_op() {
+            self.backward(&log_sum_exp, loss_scale, &dx, &mut |_| Ok(()))?;
+        } else if gradients.weight_half() == WeightHalf::AtOnce {
+            let dx = dx.clone();
+            let grad = move |dw: &Tensor, add| {
+                let mut run = |product: WaitingProduct| product.run(dw, add);
+                self.backward(&log_sum_exp, loss_scale, &dx, &mut run)
+            };
+            gradients.put(&weight, Box::new(grad))?;
+        } else {
+            let mut waiting = Vec::new();
+            self.backward(&log_sum_exp, loss_scale, &dx, &mut |product| {
+                waiting.push(product);
+                Ok(())
+            })?;
+            let grad = move |dw: &Tensor, add| {
+                let mut products = waiting.iter();
+                products.try_for_each(|product: &WaitingProduct| product.run(dw, add))
+            };
+            gradients.put(&weight, Box::new(grad))?;
         }
-        let dx = dx.reshape(self.xs.dims())?.to_dtype(self.xs.dtype())?;
-        Ok((sum, self.tp.all_reduce(&dx, ReduceOp::Sum)?))
+        let dx = dx.reshape(dims)?.to_dtype(dtype)?;
+        Ok((sum, tp.all_reduce(&dx, ReduceOp::Sum)?))
     }
 
-    /// The sum of the losses, and the number of rows whose largest logit is that of their target, of equal ones the first: (2) f64 on the host.
-    pub fn predictions(&self) -> Result<Tensor> {
+    /// The sum of the losses, and the number of rows whose largest logit is that of their target, of equal ones the first: f64 scalars on the host.
+    pub fn predictions(&self) -> Result<[Tensor; 2]> {
         let of_chunk = |logits: &Tensor, targets: &Tensor, vocab_start: usize| {
             let stats = softmax_stats(logits, targets, vocab_start)?; // (len, 3)
             // An id that is less than 2^24 is exact in f32.
@@ -68,7 +101,7 @@ impl HeadByTiles<'_> {
         // Of the part of each rank all rows, in the order of the vocabulary: (tp * n, 4).
         let parts = self.tp.all_gather(&self.of_tiles(of_chunk, join)?, 0)?;
         let stats = parts.narrow(1, 0, 3)?.contiguous()?;
-        let (losses, _) = cross_entropy_loss(&stats, self.targets, self.shard.global)?;
+        let (losses, _) = cross_entropy_loss(&stats, &self.targets, self.shard.global())?;
         let losses: Vec<f32> = losses.to_vec1()?;
         let targets: Vec<u32> = self.targets.to_vec1()?;
         let (parts, n) = (parts.to_vec2::<f32>()?, targets.len());
@@ -82,7 +115,10 @@ impl HeadByTiles<'_> {
             .filter(|&(row, &target)| target != IGNORE_INDEX && is_right(row, target))
             .count();
         let loss_sum: f64 = losses.into_iter().map(f64::from).sum();
-        Tensor::new(&[loss_sum, num_right as f64], &Device::Cpu)
+        Ok([
+            Tensor::new(loss_sum, &Device::Cpu)?,
+            Tensor::new(num_right as f64, &Device::Cpu)?,
+        ])
     }
 
     /// The first row and the number of rows of each chunk.
@@ -100,7 +136,7 @@ impl HeadByTiles<'_> {
     }
 
     fn vocab_start(&self, tile_rows: &Range<usize>) -> usize {
-        self.shard.range.start + tile_rows.start
+        self.shard.start() + tile_rows.start
     }
 
     /// What [`softmax_stats`] gives for all local columns, (n, 3).
@@ -132,13 +168,13 @@ impl HeadByTiles<'_> {
         all.ok_or_else(|| candle_core::Error::msg("a head of no tiles"))
     }
 
-    /// Writes the gradient of the rows to `dx`, n * hidden values, and that of the weight to `dw`, or adds it, as the flag says.
+    /// Writes the gradient of the rows to `dx`, n * hidden values; `of_weight` gets the products whose sum is that of the weight.
     fn backward(
         &self,
         log_sum_exp: &Tensor,
         loss_scale: f32,
         dx: &Tensor,
-        dw: Option<(&Tensor, bool)>,
+        of_weight: &mut dyn FnMut(WaitingProduct) -> Result<()>,
     ) -> Result<()> {
         let hidden = self.xs.dim(1)?;
         let mut is_first_tile = true;
@@ -152,10 +188,12 @@ impl HeadByTiles<'_> {
                 let dx = dx.narrow(0, first * hidden, len * hidden)?;
                 // dz W is the gradient of a weight, (dzᵀ)ᵀ W.
                 linear_weight_grad_into(&dx, !is_first_tile, &dz.t()?.contiguous()?, tile)?;
-                if let Some((dw, add)) = dw {
-                    let dw = dw.narrow(0, tile_rows.start * hidden, tile_rows.len() * hidden)?;
-                    linear_weight_grad_into(&dw, add || first > 0, &dz, &xs)?;
-                }
+                of_weight(WaitingProduct {
+                    tile_rows: tile_rows.clone(),
+                    is_first_chunk: first == 0,
+                    dz,
+                    xs,
+                })?;
             }
             is_first_tile = false;
             Ok(())

@@ -4,13 +4,14 @@ use candle_comm::ProcessGroup;
 use candle_core::{Result, bail};
 use candle_ops::HeadGroups;
 
-use crate::params::{Shard, part};
+use crate::placement::{Shard, part};
 
 /// The query heads of a rank and the key/value heads they read (grouped-query attention, arXiv:2305.13245).
 ///
 /// Query heads are divided into contiguous parts that differ by at most one head. A rank holds every key/value head that
 /// one of its query heads reads, so a head may live on several ranks: its gradients are then summed over them.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct HeadPartition {
     /// Query heads held here; indices are heads.
     pub query: Shard,
@@ -22,6 +23,9 @@ pub struct HeadPartition {
 
 impl HeadPartition {
     /// Divides `num_heads` query heads, which read `num_kv_heads` key/value heads, over the group.
+    ///
+    /// # Errors
+    /// Numbers of heads that do not fit each other, or fewer query heads than ranks.
     pub fn new(num_heads: usize, num_kv_heads: usize, group: &ProcessGroup) -> Result<Self> {
         let (rank, world_size) = (group.rank(), group.world_size());
         if num_kv_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
@@ -47,16 +51,8 @@ impl HeadPartition {
                 size,
                 offset: query.start % size,
             },
-            query: Shard {
-                dim: 0,
-                range: query,
-                global: num_heads,
-            },
-            key_value: Shard {
-                dim: 0,
-                range: heads_read(rank),
-                global: num_kv_heads,
-            },
+            query: Shard::new(0, query, num_heads),
+            key_value: Shard::new(0, heads_read(rank), num_kv_heads),
         })
     }
 }

@@ -1,33 +1,18 @@
-//! The contract of a layer with an explicit backward pass, and its two doors: the tape of a [`crate::Stage`], and candle's graph.
+//! The contract of a layer with a backward pass of its own, and its door to candle's graph.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 use candle_ops::{with_backward1, with_backward2};
 
-use crate::MicroBatch;
+use crate::pass::{GradientSink, Pass, WeightGrad};
 
-/// Takes the gradients of weights, in f32.
-pub trait GradientSink {
-    /// Lets `write` put the gradient of `weight` in its place; does nothing if `weight` is frozen.
-    ///
-    /// `write` gets the gradient's values, a flat view of f32, row-major, to be written in place, and whether to add to
-    /// them: if not, what they hold is left over and must be overwritten.
-    ///
-    /// # Errors
-    /// A trainable weight that the sink does not know, and what `write` returns.
-    fn write(
-        &mut self,
-        weight: &Tensor,
-        write: &mut dyn FnMut(&Tensor, bool) -> Result<()>,
-    ) -> Result<()>;
-}
-
-/// A layer as a pair of functions, a forward pass that returns what the backward pass needs, and that backward pass.
+/// A link of the chain that a model is, as three functions: a forward pass that returns what the backward pass needs, that backward pass, and
+/// a forward pass that keeps nothing.
 ///
-/// Both compute outside candle's graph. [`in_graph`] makes a node of candle's graph of a layer, [`crate::layer_block`] a block
-/// of a [`crate::Stage`].
-pub trait Layer {
+/// All compute outside candle's graph. [`in_graph`] makes a node of candle's graph of a layer, [`crate::layer_block`] a block
+/// of a [`crate::ModelPart`].
+pub trait Layer: Send + Sync {
     /// What the forward pass keeps for the backward pass.
     type Saved;
 
@@ -35,42 +20,31 @@ pub trait Layer {
     ///
     /// # Errors
     /// Inputs of the wrong shape, and what operations and collectives return.
-    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Self::Saved)>;
-
-    /// As [`Self::forward_saving`], for sequences of `batch`, of which it may need to know the documents; a layer that looks at one token at a
-    /// time leaves it out.
-    ///
-    /// # Errors
-    /// As [`Self::forward_saving`].
-    fn forward_of_batch(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<(Tensor, Self::Saved)> {
-        self.forward_saving(xs)
-    }
-
-    /// The output alone; a layer that looks at other tokens overrides it for batches with a [past](MicroBatch::past).
-    ///
-    /// # Errors
-    /// As [`Self::forward_saving`].
-    fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-        Ok(self.forward_of_batch(xs, batch)?.0)
-    }
-
-    /// Drops from `saved` what [`Self::backward`] can compute again from the rest without a matrix product, attention or a
-    /// collective: called under [`crate::Recompute::Selective`]. A layer that has nothing of the kind leaves it out.
-    fn forget(&self, _saved: &mut Self::Saved) {}
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Self::Saved)>;
 
     /// The gradient of the input from that of the output, `dy`; `None` for inputs that have none, as tokens. The gradients of
-    /// the layer's weights are written to `gradients`.
+    /// the layer's weights are put into `gradients`, which computes them at once or later, when replicas that divide the weights may have freed
+    /// them: what a gradient reads of weights is computed before it is put.
     ///
     /// # Errors
-    /// As [`Self::forward_saving`], and what `gradients` returns.
+    /// As [`Self::forward`], and what `gradients` returns.
     fn backward(
         &self,
         saved: Self::Saved,
         dy: &Tensor,
+        pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>>;
 
-    /// Every weight whose gradient [`Self::backward`] writes.
+    /// The output alone; a layer that looks at other tokens overrides it for passes with a [cache](Pass::cache).
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    fn infer(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        Ok(self.forward(xs, pass)?.0)
+    }
+
+    /// Every weight whose gradient [`Self::backward`] puts.
     fn weights(&self) -> Vec<&Tensor>;
 }
 
@@ -78,23 +52,23 @@ pub trait Layer {
 ///
 /// # Errors
 /// What the layer's forward pass returns. candle's `backward` returns the errors of the layer's backward pass.
-pub fn in_graph<L>(layer: &L, xs: &Tensor) -> Result<Tensor>
+pub fn in_graph<L>(layer: &L, xs: &Tensor, pass: &Pass) -> Result<Tensor>
 where
-    L: Layer + Clone + Send + Sync + 'static,
+    L: Layer + Clone + 'static,
     L::Saved: Clone + Send + Sync + 'static,
 {
-    let (out, saved) = layer.forward_saving(&xs.detach())?;
+    let (out, saved) = layer.forward(&xs.detach(), pass)?;
     let weights = layer.weights().into_iter();
     let weights: Vec<Tensor> = weights.filter(|w| w.track_op()).cloned().collect();
     let grads = GraphGradients::new(&weights);
-    let layer = layer.clone();
+    let (layer, pass) = (layer.clone(), pass.clone());
     let needs_grad = xs.track_op() && !xs.is_variable();
     let backward = {
         let grads = grads.clone();
         move |dy: &Tensor| {
             // What a backward pass that failed has left.
             grads.lock().iter_mut().for_each(|(_, grad)| *grad = None);
-            let dx = layer.backward(saved.clone(), dy, &mut grads.clone())?;
+            let dx = layer.backward(saved.clone(), dy, &pass, &mut grads.clone())?;
             if needs_grad && dx.is_none() {
                 bail!("a layer gave no gradient of its input, which the graph before it needs")
             }
@@ -166,11 +140,7 @@ impl GraphGradients {
 }
 
 impl GradientSink for GraphGradients {
-    fn write(
-        &mut self,
-        weight: &Tensor,
-        write: &mut dyn FnMut(&Tensor, bool) -> Result<()>,
-    ) -> Result<()> {
+    fn put(&mut self, weight: &Tensor, compute: WeightGrad) -> Result<()> {
         if !weight.track_op() {
             return Ok(());
         }
@@ -182,10 +152,10 @@ impl GradientSink for GraphGradients {
             );
         };
         match grad {
-            Some(grad) => write(grad, true),
+            Some(grad) => compute(grad, true),
             None => {
                 let zeros = Tensor::zeros(weight.elem_count(), DType::F32, weight.device())?;
-                write(&zeros, false)?;
+                compute(&zeros, false)?;
                 *grad = Some(zeros);
                 Ok(())
             }

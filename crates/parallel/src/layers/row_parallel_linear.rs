@@ -2,17 +2,17 @@
 //! (arXiv:1909.08053, section 3).
 
 use candle_comm::{ProcessGroup, ReduceOp};
-use candle_core::{D, Module, Result, Tensor};
+use candle_core::{D, Result, Tensor};
 use candle_nn::Init;
-use candle_ops::{
-    linear_bias_grad_into, linear_forward, linear_forward_add, linear_weight_grad_into,
-};
+use candle_ops::{linear_forward, linear_forward_add, linear_weight_grad_into};
 
-use super::column_parallel_linear::kept;
+use super::column_parallel_linear::{kept, put_bias_grad};
 use super::input_grad::input_grad;
-use super::layer::{GradientSink, Layer, in_graph};
-use crate::lora::LowRank;
-use crate::params::{ParamBuilder, Shard, TiledWeight, WEIGHT_INIT};
+use super::layer::Layer;
+use super::low_rank::LowRank;
+use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
+use crate::pass::{GradientSink, Pass};
+use crate::placement::Shard;
 
 /// Holds columns `r` of a global weight (out, in), the whole bias, and the same part of a low-rank adapter, if it has one.
 #[derive(Clone)]
@@ -24,6 +24,9 @@ pub struct RowParallelLinear {
 }
 
 /// A row-parallel layer of which each rank has an even part: (.., in / tp) -> (.., out).
+///
+/// # Errors
+/// Fewer input features than ranks, and errors of [`ParamBuilder::get_placed`].
 pub fn row_parallel_linear(
     in_dim: usize,
     out_dim: usize,
@@ -35,6 +38,9 @@ pub fn row_parallel_linear(
 }
 
 /// A row-parallel layer of which this rank has the input features `shard`: (.., shard) -> (.., out).
+///
+/// # Errors
+/// Those of [`ParamBuilder::get_placed`].
 pub fn row_parallel_linear_shard(
     shard: Shard,
     out_dim: usize,
@@ -44,7 +50,7 @@ pub fn row_parallel_linear_shard(
 ) -> Result<RowParallelLinear> {
     let shard = shard.along(1);
     let low_rank = LowRank::row_parallel(&shard, out_dim, &vb)?;
-    let weight = vb.get_tiled((out_dim, shard.global), "weight", shard, WEIGHT_INIT)?;
+    let weight = vb.get_tiled((out_dim, shard.global()), "weight", shard, WEIGHT_INIT)?;
     let bias = match bias {
         true => Some(vb.get(out_dim, "bias", Init::Const(0.0))?),
         false => None,
@@ -79,12 +85,16 @@ impl RowParallelLinear {
 }
 
 impl RowParallelLinear {
-    /// [`Layer::forward_saving`] plus `residual` (.., out). Residual and bias enter the sum over the ranks once, with the first
+    /// [`Layer::forward`] plus `residual` (.., out). Residual and bias enter the sum over the ranks once, with the first
     /// rank's part.
+    ///
+    /// # Errors
+    /// Shapes or types that do not fit, and what ends collectives.
     pub fn forward_add(
         &self,
         xs: &Tensor,
         residual: Option<&Tensor>,
+        pass: &Pass,
     ) -> Result<(Tensor, Option<Tensor>)> {
         let is_first = self.tp.rank() == 0;
         let bias = self.bias.as_ref().filter(|_| is_first);
@@ -104,7 +114,7 @@ impl RowParallelLinear {
         })?;
         let partial = match &self.low_rank {
             None => partial,
-            Some(adapter) => adapter.forward_add(&partial, xs)?,
+            Some(adapter) => adapter.forward_add(&partial, xs, pass)?,
         };
         let ys = self.tp.all_reduce(&partial, ReduceOp::Sum)?;
         Ok((ys, self.needs_input().then(|| xs.clone())))
@@ -112,13 +122,17 @@ impl RowParallelLinear {
 
     /// [`Layer::backward`]: the gradient (.., local_in) of the input `xs`, from that of the output, `dy` (.., out). `xs` may be
     /// missing if the layer does not [need](Self::needs_input) it.
+    ///
+    /// # Errors
+    /// A missing input that the layer needs, shapes that do not fit, and what ends collectives.
     pub fn backward_linear(
         &self,
         dy: &Tensor,
         xs: Option<&Tensor>,
+        pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
-        self.backward_with(dy, gradients, |dx| Ok((dx, xs.cloned())))
+        self.backward_with(dy, pass, gradients, |dx| Ok((dx, xs.cloned())))
     }
 
     /// [`Self::backward_linear`] for an input that is computed again beside what follows from its gradient: `rest` gets the gradient of the
@@ -129,11 +143,12 @@ impl RowParallelLinear {
     pub fn backward_with<R>(
         &self,
         dy: &Tensor,
+        pass: &Pass,
         gradients: &mut dyn GradientSink,
         rest: impl FnOnce(Tensor) -> Result<(R, Option<Tensor>)>,
     ) -> Result<R> {
         let inner = self.low_rank.as_ref().map(|adapter| {
-            let inner = adapter.inner_grad(dy)?;
+            let inner = adapter.inner_grad(dy, pass)?;
             Result::Ok((adapter, inner))
         });
         let inner = inner.transpose()?;
@@ -145,14 +160,14 @@ impl RowParallelLinear {
             dx = adapter.add_dropped(dx, inner)?;
         }
         let (result, xs) = rest(dx)?;
-        gradients.write(self.weight(), &mut |dst, add| {
-            linear_weight_grad_into(dst, add, dy, kept(xs.as_ref())?)
-        })?;
-        if let Some(bias) = &self.bias {
-            gradients.write(bias, &mut |dst, add| linear_bias_grad_into(dst, add, dy))?;
+        if self.weight().track_op() {
+            let (dy, xs) = (dy.clone(), kept(xs.as_ref())?.clone());
+            let grad = move |dst: &Tensor, add| linear_weight_grad_into(dst, add, &dy, &xs);
+            gradients.put(self.weight(), Box::new(grad))?;
         }
+        put_bias_grad(self.bias.as_ref(), dy, gradients)?;
         if let Some((adapter, inner)) = inner.filter(|(adapter, _)| adapter.is_trained()) {
-            adapter.write_gradients(&inner, kept(xs.as_ref())?, dy, gradients)?;
+            adapter.put_gradients(&inner, kept(xs.as_ref())?, dy, gradients)?;
         }
         Ok(result)
     }
@@ -163,29 +178,24 @@ impl Layer for RowParallelLinear {
     type Saved = Option<Tensor>;
 
     /// (.., local_in) -> (.., out), the same on all ranks.
-    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Self::Saved)> {
-        self.forward_add(xs, None)
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Self::Saved)> {
+        self.forward_add(xs, None, pass)
     }
 
     fn backward(
         &self,
         xs: Self::Saved,
         dy: &Tensor,
+        pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>> {
-        self.backward_linear(dy, xs.as_ref(), gradients).map(Some)
+        self.backward_linear(dy, xs.as_ref(), pass, gradients)
+            .map(Some)
     }
 
     fn weights(&self) -> Vec<&Tensor> {
         let adapter = self.low_rank.iter().flat_map(LowRank::weights);
         let weights = std::iter::once(self.weight()).chain(&self.bias);
         weights.chain(adapter).collect()
-    }
-}
-
-impl Module for RowParallelLinear {
-    /// (.., local_in) -> (.., out) in candle's graph, the same on all ranks.
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        in_graph(self, xs)
     }
 }

@@ -10,8 +10,9 @@ use candle_ops::{
 };
 
 use super::head_by_tiles::HeadByTiles;
-use super::layer::GradientSink;
-use crate::params::{Shard, TiledWeight};
+use crate::params::TiledWeight;
+use crate::pass::{GradientSink, WeightHalf};
+use crate::placement::Shard;
 
 /// Rows of logits that exist at once in [`linear_cross_entropy`] on the CPU.
 const CHUNK_ROWS: usize = 512;
@@ -28,6 +29,9 @@ const GPU_LOGITS_BYTES: usize = 2 << 30;
 /// Targets are ids of the whole vocabulary; one that is [`IGNORE_INDEX`] gives 0 and no gradient, one beyond the vocabulary
 /// is an error. Targets belong on the CPU, wherever the logits are: those on a GPU are not checked, as the host would have to
 /// wait for them, and one beyond the vocabulary gives NaN.
+///
+/// # Errors
+/// Shapes that do not fit, a target beyond the vocabulary, and what ends collectives.
 pub fn vocab_parallel_cross_entropy(
     logits: &Tensor,
     targets: &Tensor,
@@ -43,10 +47,10 @@ pub fn vocab_parallel_cross_entropy(
             shard.len()
         );
     }
-    let targets = checked_targets(targets, logits, shard.global)?;
+    let targets = checked_targets(targets, logits, shard.global())?;
     let z = logits.detach();
     let (losses, log_sum_exp) = losses(&z, &targets, shard, tp)?;
-    let vocab_start = shard.range.start;
+    let vocab_start = shard.start();
     with_backward1(
         logits,
         losses,
@@ -62,11 +66,15 @@ pub fn vocab_parallel_cross_entropy(
 ///
 /// xs (n, hidden), weight (local_vocab, hidden) of the vocabulary's part `shard`, targets (n) u32, on the CPU as for
 /// [`vocab_parallel_cross_entropy`] -> the sum over the valid targets, an f64 scalar, and (n, hidden), the gradient of that sum times `loss_scale`; that of the weight, so
-/// scaled, is written to `gradients`. Rows
-/// are worked on in chunks, forward and backward, so that the logits never exist as a whole. No graph.
+/// scaled, is put into `gradients`. Rows
+/// are worked on in chunks, forward and backward, so that the logits never exist as a whole: three products, and a fourth where the weight
+/// half of the backward pass waits. No graph.
 ///
 /// A weight that comes tile by tile comes twice, and its product with the rows is computed twice, first for the losses, then for the
 /// gradients: what tiles contribute to the losses is put together like what tensor-parallel ranks do.
+///
+/// # Errors
+/// As for [`vocab_parallel_cross_entropy`].
 pub fn linear_cross_entropy(
     xs: &Tensor,
     weight: &TiledWeight,
@@ -77,15 +85,15 @@ pub fn linear_cross_entropy(
     gradients: &mut dyn GradientSink,
 ) -> Result<(Tensor, Tensor)> {
     let (n, _hidden) = xs.dims2()?;
-    let targets = checked_targets(targets, xs, shard.global)?;
+    let targets = checked_targets(targets, xs, shard.global())?;
     if weight.is_tiled() {
         let head = HeadByTiles {
             chunk_rows: chunk_rows(xs, shard, tp)?,
-            targets: &targets,
-            xs,
-            weight,
-            shard,
-            tp,
+            targets,
+            xs: xs.clone(),
+            weight: weight.clone(),
+            shard: shard.clone(),
+            tp: tp.clone(),
         };
         return head.losses_and_grad(loss_scale as f32, gradients);
     }
@@ -100,11 +108,23 @@ pub fn linear_cross_entropy(
         let (losses, log_sum_exp) = losses(&z, &y, shard, tp)?;
         sum_into(&sum, true, &losses)?;
         let scale = loss_scale as f32;
-        let dz = cross_entropy_grad_in_place(z, &log_sum_exp, &y, shard.range.start, scale)?;
+        let vocab_start = shard.start();
+        let dz = cross_entropy_grad_in_place(z, &log_sum_exp, &y, vocab_start, scale)?;
         grads.push(linear_input_grad(&dz, weight)?);
-        gradients.write(weight, &mut |dst, add| {
-            linear_weight_grad_into(dst, add, &dz, &x)
-        })?;
+        if gradients.weight_half() == WeightHalf::Later {
+            // The logits' gradient of all rows would take more memory than anything else: their product is computed again.
+            drop(dz);
+            let own = weight.clone();
+            let grad = move |dst: &Tensor, add| {
+                let z = linear_forward(&x, &own, None)?;
+                let dz = cross_entropy_grad_in_place(z, &log_sum_exp, &y, vocab_start, scale)?;
+                linear_weight_grad_into(dst, add, &dz, &x)
+            };
+            gradients.put(weight, Box::new(grad))?;
+        } else {
+            let grad = move |dst: &Tensor, add| linear_weight_grad_into(dst, add, &dz, &x);
+            gradients.put(weight, Box::new(grad))?;
+        }
     }
     let partial = match grads.as_slice() {
         [grad] => grad.clone(),
@@ -115,23 +135,26 @@ pub fn linear_cross_entropy(
 
 /// What a projection to the vocabulary predicts, without a backward pass: logits = xs · weightᵀ.
 ///
-/// As for [`linear_cross_entropy`], xs (n, hidden), weight (local_vocab, hidden), targets (n) -> (2) f64 on the host: the sum of the
+/// As for [`linear_cross_entropy`], xs (n, hidden), weight (local_vocab, hidden), targets (n) -> f64 scalars on the host: the sum of the
 /// losses, and how many of the valid targets have the largest logit of their row, of equal ones the first. Ranks of `tp` send each other four
 /// numbers a row.
+///
+/// # Errors
+/// As for [`vocab_parallel_cross_entropy`].
 pub fn linear_predictions(
     xs: &Tensor,
     weight: &TiledWeight,
     targets: &Tensor,
     shard: &Shard,
     tp: &ProcessGroup,
-) -> Result<Tensor> {
+) -> Result<[Tensor; 2]> {
     let head = HeadByTiles {
         chunk_rows: chunk_rows(xs, shard, tp)?,
-        targets: &checked_targets(targets, xs, shard.global)?,
-        xs,
-        weight,
-        shard,
-        tp,
+        targets: checked_targets(targets, xs, shard.global())?,
+        xs: xs.clone(),
+        weight: weight.clone(),
+        shard: shard.clone(),
+        tp: tp.clone(),
     };
     head.predictions()
 }
@@ -144,7 +167,7 @@ fn chunk_rows(xs: &Tensor, shard: &Shard, tp: &ProcessGroup) -> Result<usize> {
     if let Some(rows) = GpuSettings::get()?.head_chunk_rows {
         return Ok(rows.get());
     }
-    let row_bytes = shard.global.div_ceil(tp.world_size()) * xs.dtype().size_in_bytes();
+    let row_bytes = shard.global().div_ceil(tp.world_size()) * xs.dtype().size_in_bytes();
     Ok((GPU_LOGITS_BYTES / row_bytes.max(1) / GPU_CHUNK_ROWS).max(1) * GPU_CHUNK_ROWS)
 }
 
@@ -155,8 +178,8 @@ fn losses(
     shard: &Shard,
     tp: &ProcessGroup,
 ) -> Result<(Tensor, Tensor)> {
-    let stats = softmax_stats(z, targets, shard.range.start)?; // (n, 3)
-    cross_entropy_loss(&tp.all_gather(&stats, 0)?, targets, shard.global)
+    let stats = softmax_stats(z, targets, shard.start())?; // (n, 3)
+    cross_entropy_loss(&tp.all_gather(&stats, 0)?, targets, shard.global())
 }
 
 /// The targets where `xs` is.

@@ -3,11 +3,13 @@
 use std::ops::Range;
 
 use candle_comm::{ProcessGroup, ReduceOp};
-use candle_core::{Error, Module, Result, Tensor, bail};
+use candle_core::{Error, Result, Tensor, bail};
 use candle_ops::{embedding_forward, embedding_grad_into, upload};
 
-use super::layer::{GradientSink, Layer, in_graph};
-use crate::params::{ParamBuilder, Shard, TiledWeight, WEIGHT_INIT};
+use super::layer::Layer;
+use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
+use crate::pass::{GradientSink, Pass};
+use crate::placement::Shard;
 
 /// Holds the embeddings of a part of the vocabulary. The parts may differ by one row.
 #[derive(Clone)]
@@ -19,6 +21,9 @@ pub struct VocabParallelEmbedding {
 }
 
 /// An embedding of `vocab_size` tokens in `hidden_size` dimensions: (b, t) u32 -> (b, t, hidden).
+///
+/// # Errors
+/// A vocabulary smaller than the number of ranks, and errors of [`ParamBuilder::get_placed`].
 pub fn vocab_parallel_embedding(
     vocab_size: usize,
     hidden_size: usize,
@@ -58,7 +63,7 @@ impl VocabParallelEmbedding {
     fn local_ids(&self, tokens: &Tensor) -> Result<Vec<u32>> {
         let (_b, t) = tokens.dims2()?;
         let mut ids = tokens.flatten_all()?.to_vec1::<u32>()?;
-        let vocab_size = self.shard.global;
+        let vocab_size = self.shard.global();
         if let Some(position) = ids.iter().position(|&id| id as usize >= vocab_size) {
             bail!(
                 "token id {} (sequence {}, position {}) is beyond the vocabulary of {vocab_size} tokens\nhint: the \
@@ -68,9 +73,9 @@ impl VocabParallelEmbedding {
                 position % t
             );
         }
-        let start = self.shard.range.start as u32;
+        let start = self.shard.start() as u32;
         for id in &mut ids {
-            let is_here = self.shard.range.contains(&(*id as usize));
+            let is_here = self.shard.held().contains(*id as usize);
             *id = if is_here { *id - start } else { u32::MAX };
         }
         Ok(ids)
@@ -79,7 +84,7 @@ impl VocabParallelEmbedding {
     /// The row of the local weight that gets no gradient, if it is among those that are read.
     fn padding_row(&self, read: &[u32]) -> Option<u32> {
         let row = self.padding_idx?;
-        let row = row.checked_sub(self.shard.range.start as u32)?;
+        let row = row.checked_sub(self.shard.start() as u32)?;
         read.contains(&row).then_some(row)
     }
 }
@@ -99,7 +104,7 @@ impl Layer for VocabParallelEmbedding {
 
     /// (b, t) u32 -> (b, t, hidden), the same on all ranks. A token id beyond the vocabulary is an error. Tokens belong on the
     /// CPU, wherever the weight is: they are read there.
-    fn forward_saving(&self, tokens: &Tensor) -> Result<(Tensor, Self::Saved)> {
+    fn forward(&self, tokens: &Tensor, _pass: &Pass) -> Result<(Tensor, Self::Saved)> {
         let read = self.local_ids(tokens)?;
         let upload = |ids: Vec<u32>| upload(ids, tokens.dims(), self.weight().device());
         let whole = upload(read.clone())?;
@@ -134,22 +139,16 @@ impl Layer for VocabParallelEmbedding {
         &self,
         with_grad: Self::Saved,
         dy: &Tensor,
+        _pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>> {
-        gradients.write(self.weight(), &mut |dst, add| {
-            embedding_grad_into(dst, add, &with_grad, dy)
-        })?;
+        let dy = dy.clone();
+        let grad = move |dst: &Tensor, add| embedding_grad_into(dst, add, &with_grad, &dy);
+        gradients.put(self.weight(), Box::new(grad))?;
         Ok(None)
     }
 
     fn weights(&self) -> Vec<&Tensor> {
         vec![self.weight()]
-    }
-}
-
-impl Module for VocabParallelEmbedding {
-    /// (b, t) u32 -> (b, t, hidden) in candle's graph, the same on all ranks. Tokens as for [`Layer::forward_saving`].
-    fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
-        in_graph(self, tokens)
     }
 }

@@ -7,7 +7,7 @@ use candle_core::{Result, bail};
 
 use super::adapter_config;
 use super::config::LoraConfig;
-use crate::checkpoint::{Checkpoint, read_text_file};
+use crate::files::{Checkpoint, read_text_file};
 
 /// Name of an adapter's configuration in its folder.
 pub const ADAPTER_CONFIG_FILE: &str = "adapter_config.json";

@@ -59,6 +59,9 @@ impl LoraConfig {
     }
 
     /// An error if a number is out of range or no layer is named.
+    ///
+    /// # Errors
+    /// The first number out of range, or that no layer is named.
     pub fn validate(&self) -> Result<()> {
         if self.rank == 0 {
             bail!("the rank of low-rank adapters is 0; expected at least 1");

@@ -4,12 +4,8 @@
 mod adapter;
 mod adapter_config;
 mod config;
-mod dropout;
-mod low_rank;
 
 pub use adapter::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter};
 pub(crate) use adapter::{file_name, module_of};
 pub(crate) use adapter_config::to_json;
 pub use config::{LoraConfig, LoraTargets};
-pub(crate) use dropout::{DropoutPass, SequenceKeys};
-pub use low_rank::LowRank;

@@ -4,6 +4,7 @@ use std::fmt;
 
 /// What a rank holds memory for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum MemoryCategory {
     /// Values of parameters that the rank keeps between uses: whole, or its slices of them.
     Weights,

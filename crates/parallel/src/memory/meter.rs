@@ -11,7 +11,7 @@ use super::report::{MemoryReport, MemoryUse};
 
 /// The bytes that a rank holds. Clones share their counters; a rank's is [`Parameters::meter`](crate::Parameters::meter).
 ///
-/// What holds memory keeps a [`Held`] beside it.
+/// What holds memory keeps a [`MemoryGuard`] beside it.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryMeter(Arc<Counters>);
 
@@ -33,7 +33,7 @@ struct Counter {
 /// Bytes that count as held until this is dropped.
 #[derive(Debug)]
 #[must_use = "the bytes count until this is dropped"]
-pub struct Held {
+pub struct MemoryGuard {
     meter: MemoryMeter,
     category: MemoryCategory,
     bytes: u64,
@@ -41,11 +41,11 @@ pub struct Held {
 
 impl MemoryMeter {
     /// Counts `bytes` until the result is dropped.
-    pub fn hold(&self, category: MemoryCategory, bytes: usize) -> Held {
+    pub fn hold(&self, category: MemoryCategory, bytes: usize) -> MemoryGuard {
         let (counter, bytes) = (self.counter(category), bytes as u64);
         let now = counter.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
         counter.peak.fetch_max(now, Ordering::Relaxed);
-        Held {
+        MemoryGuard {
             meter: self.clone(),
             category,
             bytes,
@@ -110,7 +110,7 @@ impl MemoryMeter {
     }
 }
 
-impl Drop for Held {
+impl Drop for MemoryGuard {
     fn drop(&mut self) {
         let counter = self.meter.counter(self.category);
         counter.now.fetch_sub(self.bytes, Ordering::Relaxed);

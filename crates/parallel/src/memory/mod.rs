@@ -2,17 +2,14 @@
 
 mod allocated;
 mod category;
-mod expected;
 mod meter;
-mod planned;
 mod report;
 
 use candle_core::Tensor;
 
 pub use allocated::count_memory_with;
 pub use category::MemoryCategory;
-pub use meter::{Held, MemoryMeter};
-pub use planned::{PlannedParam, planned_memory};
+pub use meter::{MemoryGuard, MemoryMeter};
 pub use report::{MemoryReport, MemoryUse};
 
 /// Memory of a tensor's values.

@@ -9,6 +9,7 @@ use super::category::MemoryCategory;
 
 /// Bytes of one category.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MemoryUse {
     /// Held now.
     pub now: u64,
@@ -26,7 +27,7 @@ type Fields = BTreeMap<String, u64>;
 
 impl MemoryReport {
     /// A report of what `of` tells of each category.
-    pub(super) fn new(of: impl Fn(MemoryCategory) -> MemoryUse) -> Self {
+    pub(crate) fn new(of: impl Fn(MemoryCategory) -> MemoryUse) -> Self {
         Self(MemoryCategory::ALL.map(of))
     }
 

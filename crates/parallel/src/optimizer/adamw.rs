@@ -47,6 +47,9 @@ impl AdamWConfig {
     }
 
     /// An error that names the first constant which is out of its range.
+    ///
+    /// # Errors
+    /// The first constant out of its range.
     pub fn validate(&self) -> Result<()> {
         for (name, beta) in [("beta1", self.beta1), ("beta2", self.beta2)] {
             if !(0.0..1.0).contains(&beta) {
@@ -86,7 +89,7 @@ impl Optimizer for AdamW {
         let slots = slice.weights.iter().map(|weight| AdamWSlot {
             weights: &weight.values,
             start: weight.start,
-            decays: weight.is_matrix || step.weight_decay.is_some(),
+            decays: weight.is_matrix() || step.weight_decay.is_some(),
         });
         let buffers = AdamWBuffers {
             master: slice.master,

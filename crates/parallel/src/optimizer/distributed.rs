@@ -2,28 +2,29 @@
 //! arXiv:1910.02054). A step of one micro-batch moves 2Ψ(N−1)/N values over N data-parallel ranks: gradients in f32, weights in
 //! their own type. With ZeRO-3, which gathers weights twice, it is 3Ψ(N−1)/N.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use candle_comm::Mesh;
-use candle_core::{DType, Result, Tensor, Var, bail};
+use candle_core::{DType, Device, Result, Tensor, Var, bail};
 
 use super::loss_scaling::{LossScaler, LossScaling};
-use super::master_weights::{master_dtype, master_weights};
-use super::state_store::{BucketShape, BucketState, StateStore};
-use super::{
-    AdamW, AdamWConfig, Offload, Optimizer, ParamGroup, ParamSlice, SliceWeight, UpdateStep,
-};
+use super::master_weights::master_weights;
+use super::rules::Rules;
+use super::state_store::{BucketState, StateStore};
+use super::{AdamW, AdamWConfig, Offload, Optimizer, ParamGroup};
 use crate::agreement::Facts;
 use crate::gradients::{Gradients, ReducedGradients, ReducedLoss};
 use crate::memory::{MemoryCategory, num_bytes};
-use crate::params::{BucketWeights, FlatBuffer, Parameters, ValuesFrom, gather_range, intersect};
+use crate::params::{BucketWeights, FlatBuffer, Parameters, SaveSource, gather_range};
+use crate::placement::intersect;
 
 /// The optimizer of one rank: updates the rank's part of the parameters by an [`Optimizer`]'s rule, and fetches the others'.
 pub struct DistributedOptimizer {
     pub(super) params: Parameters,
     pub(super) mesh: Mesh,
-    pub(super) rule: Box<dyn Optimizer>,
-    groups: Vec<ParamGroup>,
+    pub(super) rules: Rules,
+    offload: Offload,
     pub(super) store: StateStore,
     pub(super) num_steps: usize,
     has_diverged: bool,
@@ -34,7 +35,7 @@ pub struct DistributedOptimizer {
 const MAX_GATHERS: usize = 2;
 
 /// What a step did.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct StepReport {
     /// The mean loss over the targets of the global batch, and their number.
     pub loss: ReducedLoss,
@@ -44,6 +45,8 @@ pub struct StepReport {
     pub is_skipped: bool,
     /// Whether any rank [asks to stop](Gradients::ask_to_stop) after this step. The same on every rank.
     pub is_asked_to_stop: bool,
+    /// What blocks have reported, by name: see [`Pass::report`](crate::Pass::report). The same on every rank.
+    pub metrics: BTreeMap<String, f64>,
 }
 
 impl DistributedOptimizer {
@@ -65,7 +68,6 @@ impl DistributedOptimizer {
         rule: impl Optimizer + 'static,
         offload: &Offload,
     ) -> Result<Self> {
-        rule.validate()?;
         if params.is_empty() {
             bail!(
                 "there is no parameter to optimize on rank {}",
@@ -78,36 +80,13 @@ impl DistributedOptimizer {
                 params.catalog().len()
             );
         }
-        let (layout, groups, device) = (params.layout(), params.groups(), mesh.world.device());
-        let num_kinds = rule.state_names().len();
-        let shape = |index: usize| {
-            Ok(BucketShape {
-                len: groups.own_range(layout.buckets[index].len).len(),
-                num_kinds,
-                master: master_dtype(params, index, &rule)?,
-            })
-        };
-        let shapes = (0..layout.buckets.len())
-            .map(shape)
-            .collect::<Result<_>>()?;
-        let initial = |index: usize| {
-            let own = groups.own_range(layout.buckets[index].len);
-            let zeros = |_| Ok(FlatBuffer::zeros(own.len(), device)?.into_tensor());
-            Ok(BucketState {
-                state: (0..num_kinds).map(zeros).collect::<Result<_>>()?,
-                master: master_dtype(params, index, &rule)?
-                    .map(|dtype| master_weights(params, index, dtype, device))
-                    .transpose()?,
-            })
-        };
-        let order = layout.in_forward_order();
-        let place = (offload, device, params.meter());
-        let store = StateStore::new(place, shapes, &order, initial)?;
+        let rules = Rules::new(Box::new(rule), Vec::new(), params)?;
+        let store = new_store(params, &rules, offload, mesh.world.device())?;
         Ok(Self {
             params: params.clone(),
             mesh: mesh.clone(),
-            rule: Box::new(rule),
-            groups: Vec::new(),
+            rules,
+            offload: offload.clone(),
             store,
             num_steps: 0,
             has_diverged: false,
@@ -123,13 +102,34 @@ impl DistributedOptimizer {
         Self::new(params, mesh, AdamW(constants))
     }
 
-    /// The optimizer with other constants for some parameters; the first group that a parameter matches counts.
+    /// The optimizer with other constants or rules for some parameters; the first group that a parameter matches counts. With a group that
+    /// has a rule of its own all state begins anew, so groups come before state is loaded.
     ///
     /// # Errors
-    /// A group whose numbers are out of range.
+    /// A group whose numbers are out of range, a group without parameters, a rule that needs a matrix of a parameter that is none. Groups
+    /// with rules after the first update.
     pub fn with_groups(self, groups: Vec<ParamGroup>) -> Result<Self> {
-        groups.iter().try_for_each(ParamGroup::validate)?;
-        Ok(Self { groups, ..self })
+        let had_rules = self.rules.differ();
+        let rules = self.rules.with_groups(groups, &self.params)?;
+        if !had_rules && !rules.differ() {
+            return Ok(Self { rules, ..self });
+        }
+        if self.num_steps > 0 {
+            bail!(
+                "parameter groups get rules of their own after {} updates, whose state would be lost\nhint: give the groups first, then \
+                 load the state",
+                self.num_steps
+            );
+        }
+        // Before there is the other one.
+        drop(self.store);
+        let device = self.mesh.world.device();
+        let store = new_store(&self.params, &rules, &self.offload, device)?;
+        Ok(Self {
+            rules,
+            store,
+            ..self
+        })
     }
 
     /// The optimizer with a loss scale that changes, for models that compute in f16. A step whose loss or norm is not finite is then
@@ -191,7 +191,7 @@ impl DistributedOptimizer {
 
     /// The local values of parameter `index` before they were rounded to its type; `None` if it is f32 or frozen. Every
     /// data-parallel rank must call it.
-    pub(super) fn master(&self, index: usize) -> Result<Option<Tensor>> {
+    pub(crate) fn master(&self, index: usize) -> Result<Option<Tensor>> {
         let layout = self.params.layout();
         let Some((bucket, _)) = layout.place(index) else {
             return Ok(None);
@@ -212,7 +212,7 @@ impl DistributedOptimizer {
                 Ok(Some(one.narrow(0, 0, 0)?))
             }
             Some(kept) => {
-                let masters = self.masters((bucket, slot), mine, kept)?;
+                let masters = self.masters(bucket, slot, mine, kept)?;
                 Ok(Some(masters.to_device(device)?))
             }
         })?;
@@ -247,6 +247,7 @@ impl DistributedOptimizer {
         let mut facts = Facts::default();
         facts.add("the number of the update", self.num_steps + 1);
         facts.add("the learning rate", lr);
+        facts.add("the groups of parameters", self.rules.described());
         facts.add("the norm to clip to", format!("{max_norm:?}"));
         facts
     }
@@ -267,6 +268,7 @@ impl DistributedOptimizer {
             loss: reduced.loss(),
             grad_norm: reduced.norm(),
             is_asked_to_stop: reduced.is_asked_to_stop(),
+            metrics: reduced.metrics().clone(),
             is_skipped: !is_finite && self.scaler.as_mut().is_some_and(LossScaler::shrink),
         };
         if report.is_skipped {
@@ -305,7 +307,7 @@ impl DistributedOptimizer {
         let layout = params.layout();
         let number = self.num_steps + 1;
         for slot in layout.buckets.iter().flat_map(|bucket| &bucket.slots) {
-            params.set_values_from(slot.param, ValuesFrom::Update);
+            params.set_save_source(slot.param, SaveSource::Update);
         }
         let groups = params.groups();
         if let Some(sharded) = params.sharded() {
@@ -321,11 +323,12 @@ impl DistributedOptimizer {
         };
         for index in layout.in_forward_order() {
             let bucket = &layout.buckets[index];
-            self.update(index, &reduced, (number, lr)).map_err(|err| {
-                let first = bucket.slots.first();
-                let name = first.map_or("nothing", |slot| &params.get(slot.param).name);
-                err.context(format!("updating the parameters from {name} on"))
-            })?;
+            self.update_bucket(index, &reduced, number, lr)
+                .map_err(|err| {
+                    let first = bucket.slots.first();
+                    let name = first.map_or("nothing", |slot| &params.get(slot.param).name);
+                    err.context(format!("updating the parameters from {name} on"))
+                })?;
             if gathers {
                 // Room for the one that comes.
                 let room = max_gathers.saturating_sub(1);
@@ -337,62 +340,6 @@ impl DistributedOptimizer {
         }
         self.set_num_steps(number);
         Ok(())
-    }
-
-    /// Updates this rank's part of a bucket's parameters, group by group.
-    fn update(
-        &self,
-        index: usize,
-        reduced: &ReducedGradients,
-        (number, lr): (usize, f64),
-    ) -> Result<()> {
-        let own = self.own_range(index);
-        let grad = reduced.bucket(index);
-        let bucket = &self.params.layout().buckets[index];
-        let mut by_group: Vec<Vec<SliceWeight>> = Vec::new();
-        by_group.resize_with(self.groups.len() + 1, Vec::new);
-        for slot in &bucket.slots {
-            let mine = intersect(&slot.range, &own);
-            if mine.is_empty() {
-                continue;
-            }
-            let param = self.params.get(slot.param);
-            let group = self
-                .groups
-                .iter()
-                .position(|group| group.matches(&param.name));
-            by_group[group.unwrap_or(self.groups.len())].push(SliceWeight {
-                values: self.params.own_weights(index, slot, &mine)?,
-                start: mine.start - own.start,
-                is_matrix: param.global_shape.rank() >= 2,
-            });
-        }
-        // Weights of a slice share a storage: an operation may write to one view of it at a time.
-        let at_once = match self.params.sharded() {
-            Some(_) => 1,
-            None => usize::MAX,
-        };
-        self.store.update(index, |bucket| {
-            for (group, weights) in by_group.iter().enumerate() {
-                let group = self.groups.get(group);
-                let step = UpdateStep {
-                    number,
-                    lr: lr * group.map_or(1.0, |group| group.lr_scale),
-                    weight_decay: group.and_then(|group| group.weight_decay),
-                    grad_scale: reduced.scale(),
-                };
-                for weights in weights.chunks(at_once) {
-                    let slice = ParamSlice {
-                        grad: grad.tensor(),
-                        master: bucket.master.as_ref(),
-                        state: &bucket.state,
-                        weights,
-                    };
-                    self.rule.update(&slice, &step)?;
-                }
-            }
-            Ok(())
-        })
     }
 
     /// A bucket's weights, of which this rank's slice is up to date.
@@ -422,4 +369,28 @@ impl DistributedOptimizer {
             weights,
         })
     }
+}
+
+/// State of zeros and masters of the weights, where `offload` says.
+fn new_store(
+    params: &Parameters,
+    rules: &Rules,
+    offload: &Offload,
+    device: &Device,
+) -> Result<StateStore> {
+    let layout = params.layout();
+    let shapes = (0..layout.buckets.len()).map(|index| rules.shape(index, params));
+    let initial = |index: usize| {
+        let shape = rules.shape(index, params)?;
+        let zeros = |&len: &usize| Ok(FlatBuffer::zeros(len, device)?.into_tensor());
+        Ok(BucketState {
+            state: shape.kinds.iter().map(zeros).collect::<Result<_>>()?,
+            master: (shape.master)
+                .map(|dtype| master_weights(params, index, dtype, device))
+                .transpose()?,
+        })
+    };
+    let (order, meter) = (layout.in_forward_order(), params.meter());
+    let shapes = shapes.collect::<Result<_>>()?;
+    StateStore::new(offload, device, meter, shapes, &order, initial)
 }

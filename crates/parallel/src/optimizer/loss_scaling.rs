@@ -29,6 +29,9 @@ impl Default for LossScaling {
 
 impl LossScaling {
     /// An error that names the first number which is out of its range.
+    ///
+    /// # Errors
+    /// The first number out of its range.
     pub fn validate(&self) -> Result<()> {
         let is_power_of_two = self.init.log2().fract() == 0.0;
         if !(1.0..=LARGEST).contains(&self.init) || !is_power_of_two {

@@ -13,24 +13,24 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_ops::{join_master, split_master};
 use half::bf16;
 
-use super::Optimizer;
 use super::distributed::DistributedOptimizer;
 use super::state_store::BucketState;
-use crate::params::{FlatBuffer, Parameters, Slot, ValuesFrom, intersect, move_storage, offset_by};
+use crate::params::{FlatBuffer, Parameters, SaveSource, Slot, move_storage};
+use crate::placement::{intersect, offset_by};
 
 /// Kind of state: the f32 weights that the optimizer updates, those of the model or the masters of narrower ones.
 pub(crate) const MASTER: &str = "master";
 
-/// Type of the masters of bucket `index`: F32, or I16 for remainders; `None` if the weights are f32.
+/// Type of the masters of bucket `index`: F32, or I16 for remainders, if its rules take those; `None` if the weights are f32.
 pub(super) fn master_dtype(
     params: &Parameters,
     index: usize,
-    rule: &dyn Optimizer,
+    takes_remainders: bool,
 ) -> Result<Option<DType>> {
     let bucket = &params.layout().buckets[index];
     match (bucket.dtype, bucket.slots.first()) {
         (DType::F32, _) => Ok(None),
-        (DType::BF16, _) if rule.takes_remainders() => Ok(Some(DType::I16)),
+        (DType::BF16, _) if takes_remainders => Ok(Some(DType::I16)),
         (DType::BF16 | DType::F16, _) => Ok(Some(DType::F32)),
         (dtype, slot) => bail!(
             "parameter {} is of type {dtype:?}; expected F32, BF16 or F16",
@@ -44,7 +44,8 @@ impl DistributedOptimizer {
     /// in f32. `kept` are the masters or remainders of all that it updates of the bucket.
     pub(super) fn masters(
         &self,
-        (index, slot): (usize, &Slot),
+        index: usize,
+        slot: &Slot,
         mine: &Range<usize>,
         kept: &Tensor,
     ) -> Result<Tensor> {
@@ -92,7 +93,7 @@ impl DistributedOptimizer {
                 let remainders = split_masters(&self.params, index, masters, kept.device())?;
                 move_storage(&remainders, kept)?;
                 for slot in &self.params.layout().buckets[index].slots {
-                    self.params.set_values_from(slot.param, ValuesFrom::Update);
+                    self.params.set_save_source(slot.param, SaveSource::Update);
                 }
             }
             Ok(changed)
@@ -110,7 +111,7 @@ impl DistributedOptimizer {
             for slot in &self.params.layout().buckets[index].slots {
                 let mine = intersect(&slot.range, &own);
                 if !mine.is_empty() {
-                    let values = self.masters((index, slot), &mine, kept)?;
+                    let values = self.masters(index, slot, &mine, kept)?;
                     masters.write(mine.start - own.start, &values)?;
                 }
             }

@@ -1,19 +1,23 @@
-//! Optimizers: the rule that updates a slice of parameters, and what divides the slices over the data-parallel ranks.
+//! Optimizers: the rules that update slices of parameters or whole matrices, and what divides them over the data-parallel ranks.
 
 mod adamw;
+mod bucket_update;
 mod distributed;
 mod loss_scaling;
 mod master_weights;
 mod offload;
 mod param_group;
-mod save;
+mod param_matrix;
+mod rules;
 mod state;
 mod state_file;
 mod state_on_host;
 mod state_store;
 mod training_state;
 
-use candle_core::{Result, Tensor};
+use std::ops::Range;
+
+use candle_core::{Result, Tensor, bail};
 
 pub use adamw::{AdamW, AdamWConfig};
 pub use distributed::{DistributedOptimizer, StepReport};
@@ -21,13 +25,16 @@ pub use loss_scaling::LossScaling;
 pub(crate) use master_weights::MASTER;
 pub use offload::Offload;
 pub use param_group::ParamGroup;
+pub use param_matrix::ParamMatrix;
 pub use state::OptimizerState;
 pub(crate) use training_state::OptimizerCounters;
+
+use crate::params::Param;
 
 /// The rule by which an optimizer updates parameters: [`AdamW`], or one of your own.
 ///
 /// A [`DistributedOptimizer`] keeps its state, one f32 value of each name for each value of a parameter that the rank updates,
-/// and calls it for a bucket of parameters at a time, with ZeRO-3 for a parameter.
+/// and calls it for a bucket of parameters at a time, with ZeRO-3 for a parameter. A [`ParamGroup`] may have another rule than the rest.
 pub trait Optimizer: Send {
     /// Names of the kinds of state, which begin as zeros: `exp_avg` and `exp_avg_sq` for AdamW.
     fn state_names(&self) -> &'static [&'static str];
@@ -38,18 +45,50 @@ pub trait Optimizer: Send {
         false
     }
 
-    /// Updates the weights of `slice` in place, and its state.
+    /// What an update of `param` needs: the same on every rank and in every step.
+    fn needs(&self, _param: &Param) -> Needs {
+        Needs::Slice
+    }
+
+    /// Updates the weights of `slice` in place, and its state: those of parameters that need no more.
     ///
     /// # Errors
     /// What its operations return.
     fn update(&self, slice: &ParamSlice<'_>, step: &UpdateStep) -> Result<()>;
 
+    /// Updates the part of a parameter that this rank updates, and its state, if the parameter [needs](Self::needs) its matrix. Every rank
+    /// with values of the matrix calls it, for the same matrix at the same time; also one that updates none of them.
+    ///
+    /// # Errors
+    /// What its operations return.
+    fn update_matrix(&self, matrix: &ParamMatrix<'_>, _step: &UpdateStep) -> Result<()> {
+        bail!(
+            "the rule says that it needs the matrix of parameter {}, but has no update of matrices\nhint: implement \
+             Optimizer::update_matrix",
+            matrix.param().name
+        )
+    }
+
     /// An error that names the first constant which is out of its range.
+    ///
+    /// # Errors
+    /// The first constant out of its range.
     fn validate(&self) -> Result<()>;
+}
+
+/// What a rule needs to update a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Needs {
+    /// The values that the rank updates, whichever those are: [`Optimizer::update`].
+    Slice,
+    /// What all ranks have of a matrix, a parameter of two or more dims: [`Optimizer::update_matrix`].
+    Matrix,
 }
 
 /// Parameters of one [`ParamGroup`] in the part of a bucket that a rank updates. All flat tensors have the same length, and a
 /// weight's values have the same places in each of them.
+#[non_exhaustive]
 pub struct ParamSlice<'a> {
     /// Gradients, f32, to be multiplied by [`UpdateStep::grad_scale`].
     pub grad: &'a Tensor,
@@ -59,21 +98,32 @@ pub struct ParamSlice<'a> {
     /// A tensor for each of [`Optimizer::state_names`], f32.
     pub state: &'a [Tensor],
     /// The model's weights.
-    pub weights: &'a [SliceWeight],
+    pub weights: &'a [SliceWeight<'a>],
 }
 
 /// A part of one parameter.
-pub struct SliceWeight {
+#[non_exhaustive]
+pub struct SliceWeight<'a> {
+    /// The parameter: its name, shape and placement.
+    pub param: &'a Param,
+    /// The part, as row-major offsets into the [local](Param::local_shape) values.
+    pub range: Range<usize>,
     /// The model's weights, flat, to be written in place.
     pub values: Tensor,
     /// Place of the first in the flat tensors of the slice.
     pub start: usize,
-    /// Whether it has two or more dims: norms and biases have one, and are not decayed unless a group says so.
-    pub is_matrix: bool,
+}
+
+impl SliceWeight<'_> {
+    /// Whether the parameter has two or more dims: norms and biases have one, and are not decayed unless a group says so.
+    pub fn is_matrix(&self) -> bool {
+        self.param.global_shape.rank() >= 2
+    }
 }
 
 /// The numbers of an update.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct UpdateStep {
     /// Number of the update, from 1.
     pub number: usize,

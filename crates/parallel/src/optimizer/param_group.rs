@@ -1,14 +1,17 @@
-//! Parameters with a learning rate or decay of their own.
+//! Parameters with a learning rate, decay or rule of their own.
 
 use candle_core::{Result, bail};
 
-/// Parameters that are updated with other constants than the rest.
+use super::Optimizer;
+
+/// Parameters that are updated with other constants than the rest, or by another rule.
 pub struct ParamGroup {
     matches: Box<dyn Fn(&str) -> bool + Send>,
     /// Factor of the learning rate.
     pub lr_scale: f64,
     /// Decay of all parameters of the group; `None`: the optimizer's own, for those of two or more dims.
     pub weight_decay: Option<f64>,
+    rule: Option<Box<dyn Optimizer>>,
 }
 
 impl ParamGroup {
@@ -18,6 +21,7 @@ impl ParamGroup {
             matches: Box::new(matches),
             lr_scale: 1.0,
             weight_decay: None,
+            rule: None,
         }
     }
 
@@ -34,11 +38,26 @@ impl ParamGroup {
         }
     }
 
+    /// The group with a rule of its own, whose state is in memory for the parameters of the group alone.
+    pub fn with_rule(self, rule: impl Optimizer + 'static) -> Self {
+        Self {
+            rule: Some(Box::new(rule)),
+            ..self
+        }
+    }
+
+    pub(super) fn rule(&self) -> Option<&dyn Optimizer> {
+        self.rule.as_deref()
+    }
+
     pub(super) fn matches(&self, name: &str) -> bool {
         (self.matches)(name)
     }
 
     pub(super) fn validate(&self) -> Result<()> {
+        if let Some(rule) = &self.rule {
+            rule.validate()?;
+        }
         let numbers = [
             ("lr_scale", self.lr_scale),
             ("weight_decay", self.weight_decay.unwrap_or(0.0)),

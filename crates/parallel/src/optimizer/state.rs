@@ -7,10 +7,12 @@ use candle_core::{Result, Tensor, bail};
 use super::distributed::DistributedOptimizer;
 use super::master_weights::MASTER;
 use super::state_store::BucketState;
-use crate::params::{Param, Slot, intersect, offset_by};
+use crate::params::{Param, Slot};
+use crate::placement::{Run, intersect, offset_by};
 
 /// What a rank keeps of one kind of state for one parameter.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct OptimizerState {
     /// Hugging Face name of the parameter.
     pub name: String,
@@ -23,10 +25,19 @@ pub struct OptimizerState {
     pub values: Vec<f32>,
 }
 
-/// Where the values of a bucket's slot lie: `local` in the bucket's part that is kept here, `global` in the parameter.
-struct Run {
-    local: Range<usize>,
-    global: Range<usize>,
+/// One kind of state of a parameter, or its masters.
+pub(crate) struct KindOfState<'a> {
+    pub name: &'a str,
+    values: &'a Tensor,
+    /// Place of the first one in the rank's slice of the bucket.
+    start: usize,
+}
+
+impl KindOfState<'_> {
+    /// The `len` values of the parameter that lie from `start` of the rank's slice of the bucket on: flat, to be read or written.
+    pub fn part(&self, start: usize, len: usize) -> Result<Tensor> {
+        self.values.narrow(0, start - self.start, len)
+    }
 }
 
 impl DistributedOptimizer {
@@ -40,7 +51,7 @@ impl DistributedOptimizer {
         for (index, bucket) in self.params.layout().buckets.iter().enumerate() {
             self.read(index, |state| {
                 for slot in &bucket.slots {
-                    self.push_state(&mut all, (index, slot), state)?;
+                    self.push_state(&mut all, index, slot, state)?;
                 }
                 Ok(())
             })?;
@@ -53,7 +64,8 @@ impl DistributedOptimizer {
     fn push_state(
         &self,
         all: &mut Vec<OptimizerState>,
-        (index, slot): (usize, &Slot),
+        index: usize,
+        slot: &Slot,
         state: &BucketState,
     ) -> Result<()> {
         let param = self.params.get(slot.param);
@@ -64,11 +76,11 @@ impl DistributedOptimizer {
             return Ok(());
         };
         let local = first.local.start..last.local.end;
-        for (kind, buffer) in self.buffers(state) {
-            let values = buffer.narrow(0, local.start, local.len())?;
+        for kind in self.kinds(index, slot.param, state)? {
+            let values = kind.part(local.start, local.len())?;
             all.push(OptimizerState {
                 name: param.name.clone(),
-                kind: kind.to_string(),
+                kind: kind.name.to_string(),
                 offsets: offsets.clone(),
                 values: values.to_vec1::<f32>()?,
             });
@@ -77,8 +89,8 @@ impl DistributedOptimizer {
     }
 
     /// Takes from `state`, of this or another rank and layout, what lies in the values that this rank updates, and returns how
-    /// many values that were. Weights stay as they are, but bf16 ones of which this rank
-    /// keeps remainders: those become the masters, rounded. Other ranks do not hear of it until the next update: load the weights too.
+    /// many values that were. Only this rank's state changes. Weights stay as they are, except bf16 ones whose low bits this rank stores: those
+    /// become the masters, rounded. Load the weights on all ranks as well.
     ///
     /// # Errors
     /// State whose offsets and values do not match, and state that ends beyond the parameter.
@@ -115,12 +127,12 @@ impl DistributedOptimizer {
             if runs.is_empty() {
                 continue;
             }
-            let take = |bucket: &BucketState| match self
-                .buffers(bucket)
-                .find(|(known, _)| known == kind)
-            {
-                Some((_, buffer)) => take_values(buffer, &runs, state),
-                None => Ok(0),
+            let take = |bucket: &BucketState| {
+                let kinds = self.kinds(index, slot.param, bucket)?;
+                match kinds.iter().find(|known| known.name == kind) {
+                    Some(kind) => take_values(kind, &runs, state),
+                    None => Ok(0),
+                }
             };
             num_taken += match kind.as_str() {
                 MASTER => self.change(index, take)?,
@@ -130,17 +142,28 @@ impl DistributedOptimizer {
         Ok(num_taken)
     }
 
-    /// Kinds of state of a bucket, and their values.
-    pub(super) fn buffers<'a>(
-        &'a self,
+    /// Kinds of state of parameter `param`, which is in bucket `index`.
+    pub(super) fn kinds<'a>(
+        &self,
+        index: usize,
+        param: usize,
         bucket: &'a BucketState,
-    ) -> impl Iterator<Item = (&'a str, &'a Tensor)> {
-        let names = self.rule.state_names().iter().copied();
-        let masters = bucket.master.iter().map(|values| (MASTER, values));
-        names.zip(&bucket.state).chain(masters)
+    ) -> Result<Vec<KindOfState<'a>>> {
+        let span = self.rules.span(index, param)?;
+        let names = self.rules.of(param).state_names().iter();
+        let kinds = names.zip(&bucket.state[span.kinds.clone()]);
+        let kinds = kinds.map(|(&name, values)| (name, values, span.range.start));
+        let masters = bucket.master.iter().map(|values| (MASTER, values, 0));
+        let all = kinds.chain(masters);
+        let all = all.map(|(name, values, start)| KindOfState {
+            name,
+            values,
+            start,
+        });
+        Ok(all.collect())
     }
 
-    /// What this rank keeps of the values at `range` of bucket `index`, which are those of `param`.
+    /// What this rank keeps of the values at `range` of bucket `index`, which are those of `param`: `local` counts in what is kept.
     fn runs(&self, index: usize, range: &Range<usize>, param: &Param) -> Vec<Run> {
         let own = self.own_range(index);
         let mine = intersect(range, &own);
@@ -148,23 +171,17 @@ impl DistributedOptimizer {
             return Vec::new();
         }
         let mine = offset_by(&mine, range.start);
-        let runs = param.global_runs().filter_map(|(global, local)| {
-            let both = intersect(&local, &mine);
-            if both.is_empty() {
-                return None;
-            }
-            let within = offset_by(&both, local.start);
-            Some(Run {
-                local: range.start + both.start - own.start..range.start + both.end - own.start,
-                global: global.start + within.start..global.start + within.end,
-            })
+        let place = |offset: usize| range.start + offset - own.start;
+        let runs = param.runs(mine).map(|run| Run {
+            local: place(run.local.start)..place(run.local.end),
+            ..run
         });
         runs.collect()
     }
 }
 
-/// Writes to `buffer`, of which `runs` tell the places, what of them is in `state`; returns the number of values.
-fn take_values(buffer: &Tensor, runs: &[Run], state: &OptimizerState) -> Result<usize> {
+/// Writes to `kind`, of which `runs` tell the places, what of them is in `state`; returns the number of values.
+fn take_values(kind: &KindOfState<'_>, runs: &[Run], state: &OptimizerState) -> Result<usize> {
     let mut num_taken = 0;
     for run in runs {
         let mut start = 0;
@@ -174,8 +191,8 @@ fn take_values(buffer: &Tensor, runs: &[Run], state: &OptimizerState) -> Result<
                 let from = offset_by(&both, range.start);
                 let from = &state.values[start + from.start..start + from.end];
                 let to = run.local.start + both.start - run.global.start;
-                let from = Tensor::new(from, buffer.device())?;
-                buffer.slice_set(&from, 0, to)?;
+                let from = Tensor::new(from, kind.values.device())?;
+                kind.part(to, both.len())?.slice_set(&from, 0, 0)?;
                 num_taken += both.len();
             }
             start += range.len();

@@ -17,7 +17,7 @@ use std::thread::JoinHandle;
 use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
 
 use super::state_store::{BucketShape, BucketState};
-use crate::memory::{Held, MemoryCategory, MemoryMeter};
+use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
 
 /// Bytes that are converted at a time.
 const CHUNK: usize = 1 << 20;
@@ -57,7 +57,7 @@ enum Request {
 /// A bucket's tensors on the host.
 struct HostBucket {
     tensors: Vec<Tensor>,
-    held: Held,
+    held: MemoryGuard,
 }
 
 impl StateFile {
@@ -66,7 +66,8 @@ impl StateFile {
         dir: &Path,
         shapes: Vec<BucketShape>,
         next: Vec<usize>,
-        (device, meter): (&Device, &MemoryMeter),
+        device: &Device,
+        meter: &MemoryMeter,
         mut make: impl FnMut(usize) -> Result<BucketState>,
     ) -> Result<Self> {
         let num_bytes: usize = shapes.iter().map(BucketShape::num_bytes).sum();
@@ -243,8 +244,8 @@ impl Worker {
             .meter
             .hold(MemoryCategory::Optimizer, shape.num_bytes());
         let mut tensors = Vec::new();
-        for dtype in shape.dtypes() {
-            let values = read_tensor(&mut self.file, dtype, shape.len);
+        for (len, dtype) in shape.tensors() {
+            let values = read_tensor(&mut self.file, dtype, len);
             tensors.push(values.map_err(|err| fail(&self.dir, err))??);
         }
         Ok(HostBucket { tensors, held })

@@ -13,7 +13,7 @@ use candle_core::{Device, Result, Tensor};
 use candle_ops::{HostBuffer, HostCopies, HostCopy};
 
 use super::state_store::{BucketShape, BucketState};
-use crate::memory::{Held, MemoryCategory, MemoryMeter};
+use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
 
 /// The buckets of one rank.
 pub(super) struct StateOnHost {
@@ -37,7 +37,7 @@ struct Buckets {
 /// A bucket's tensors that are being copied.
 struct Moving {
     copies: Vec<HostCopy>,
-    held: Held,
+    held: MemoryGuard,
 }
 
 impl StateOnHost {
@@ -45,13 +45,16 @@ impl StateOnHost {
     pub fn new(
         shapes: Vec<BucketShape>,
         next: Vec<usize>,
-        (device, meter): (&Device, &MemoryMeter),
+        device: &Device,
+        meter: &MemoryMeter,
         mut make: impl FnMut(usize) -> Result<BucketState>,
     ) -> Result<Self> {
         let copies = HostCopies::new(device)?;
         let mut kept = Vec::with_capacity(shapes.len());
         for (index, shape) in shapes.iter().enumerate() {
-            let buffers = shape.dtypes().map(|dtype| copies.buffer(shape.len, dtype));
+            let buffers = shape
+                .tensors()
+                .map(|(len, dtype)| copies.buffer(len, dtype));
             let mut buffers = buffers.collect::<Result<Vec<_>>>()?;
             for (values, buffer) in make(index)?.tensors().zip(&mut buffers) {
                 copies.start_store(values.clone(), buffer)?;
@@ -113,7 +116,7 @@ impl StateOnHost {
         Ok(Moving { copies, held })
     }
 
-    fn fetch(&self, buckets: &mut Buckets, index: usize) -> Result<(Vec<Tensor>, Held)> {
+    fn fetch(&self, buckets: &mut Buckets, index: usize) -> Result<(Vec<Tensor>, MemoryGuard)> {
         let Moving { copies, held } = match buckets.ahead.take() {
             Some((ahead, moving)) if ahead == index => moving,
             other => {

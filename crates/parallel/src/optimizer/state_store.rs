@@ -5,12 +5,12 @@ use candle_core::{DType, Device, Result, Tensor};
 use super::Offload;
 use super::state_file::StateFile;
 use super::state_on_host::StateOnHost;
-use crate::memory::{Held, MemoryCategory, MemoryMeter};
+use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
 
 /// Of the part of one bucket that a rank updates, on the device that computes.
 #[derive(Clone)]
 pub(super) struct BucketState {
-    /// A tensor for each of the rule's kinds of state.
+    /// A tensor for each kind of state of each rule.
     pub state: Vec<Tensor>,
     /// The weights in f32, if the model's are narrower, or their remainders.
     pub master: Option<Tensor>,
@@ -18,10 +18,10 @@ pub(super) struct BucketState {
 
 /// What a bucket's state is, before there is any.
 pub(super) struct BucketShape {
-    /// Number of values of each tensor.
+    /// Number of values that the rank updates.
     pub len: usize,
-    /// Number of the rule's kinds of state.
-    pub num_kinds: usize,
+    /// Number of values of each of the rules' kinds of state.
+    pub kinds: Vec<usize>,
     /// Type of the masters, if there are any: F32, or I16 of remainders.
     pub master: Option<DType>,
 }
@@ -32,20 +32,23 @@ pub(super) struct StateStore(Place);
 enum Place {
     Resident {
         buckets: Vec<BucketState>,
-        _held: Held,
+        _held: MemoryGuard,
     },
     Host(StateOnHost),
     File(StateFile),
 }
 
 impl BucketShape {
-    /// Types of the tensors: those of the state, then that of the masters if there are any.
-    pub fn dtypes(&self) -> impl Iterator<Item = DType> {
-        std::iter::repeat_n(DType::F32, self.num_kinds).chain(self.master)
+    /// Lengths and types of the tensors: those of the state, then that of the masters if there are any.
+    pub fn tensors(&self) -> impl Iterator<Item = (usize, DType)> {
+        let kinds = self.kinds.iter().map(|&len| (len, DType::F32));
+        kinds.chain(self.master.map(|dtype| (self.len, dtype)))
     }
 
     pub fn num_bytes(&self) -> usize {
-        let bytes = self.dtypes().map(|dtype| self.len * dtype.size_in_bytes());
+        let bytes = self
+            .tensors()
+            .map(|(len, dtype)| len * dtype.size_in_bytes());
         bytes.sum()
     }
 
@@ -54,7 +57,7 @@ impl BucketShape {
         let mut tensors = tensors.iter().map(|values| values.to_device(device));
         let state = tensors
             .by_ref()
-            .take(self.num_kinds)
+            .take(self.kinds.len())
             .collect::<Result<_>>()?;
         let master = tensors.next().transpose()?;
         Ok(BucketState { state, master })
@@ -74,7 +77,9 @@ impl StateStore {
     /// # Errors
     /// Memory or space that is missing, and files that cannot be written.
     pub fn new(
-        (offload, device, meter): (&Offload, &Device, &MemoryMeter),
+        offload: &Offload,
+        device: &Device,
+        meter: &MemoryMeter,
         shapes: Vec<BucketShape>,
         order: &[usize],
         make: impl FnMut(usize) -> Result<BucketState>,
@@ -85,7 +90,7 @@ impl StateStore {
         }
         Ok(Self(match offload {
             Offload::Host if !device.is_cpu() => {
-                Place::Host(StateOnHost::new(shapes, next, (device, meter), make)?)
+                Place::Host(StateOnHost::new(shapes, next, device, meter, make)?)
             }
             Offload::None | Offload::Host => {
                 let buckets = (0..shapes.len()).map(make).collect::<Result<_>>()?;
@@ -94,7 +99,7 @@ impl StateStore {
                 Place::Resident { buckets, _held }
             }
             Offload::Nvme(dir) => {
-                Place::File(StateFile::create(dir, shapes, next, (device, meter), make)?)
+                Place::File(StateFile::create(dir, shapes, next, device, meter, make)?)
             }
         }))
     }

@@ -1,19 +1,22 @@
 //! What a training checkpoint has of an optimizer.
 
 use candle_comm::Mesh;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::distributed::DistributedOptimizer;
 use super::loss_scaling::LossScale;
-use super::state_store::BucketState;
+use super::state::KindOfState;
 use crate::params::Parameters;
+
+/// Tells the kinds of state of a parameter, by its index.
+pub(crate) type KindsOf<'a> = dyn Fn(usize) -> Result<Vec<KindOfState<'a>>> + 'a;
 
 /// What the optimizer has beside its tensors, the same on every rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct OptimizerCounters {
-    /// Names of the rule's kinds of state.
+    /// Names of the rules' kinds of state.
     pub state_names: Vec<String>,
     /// Number of updates made.
     pub num_updates: usize,
@@ -31,9 +34,9 @@ impl DistributedOptimizer {
     }
 
     pub(crate) fn counters(&self) -> OptimizerCounters {
-        let names = self.rule.state_names().iter();
+        let names = self.rules.state_names();
         OptimizerCounters {
-            state_names: names.map(ToString::to_string).collect(),
+            state_names: names.iter().map(ToString::to_string).collect(),
             num_updates: self.num_steps,
             loss_scale: self.scaler.as_ref().map(|scaler| scaler.get()),
         }
@@ -47,7 +50,7 @@ impl DistributedOptimizer {
         }
     }
 
-    /// An error unless the other run's rule has the same kinds of state.
+    /// An error unless the other run's rules have the same kinds of state.
     pub(crate) fn check_rule(&self, earlier: &OptimizerCounters) -> Result<()> {
         let own = self.counters().state_names;
         if own != earlier.state_names {
@@ -59,25 +62,25 @@ impl DistributedOptimizer {
         Ok(())
     }
 
-    /// Lets `look` read the tensors of bucket `index`, each with its kind.
+    /// Lets `look` read bucket `index`: it is given what tells the kinds of state of a parameter of the bucket.
     pub(crate) fn read_bucket<T>(
         &self,
         index: usize,
-        look: impl FnOnce(&[(&str, &Tensor)]) -> Result<T>,
+        look: impl FnOnce(&KindsOf<'_>) -> Result<T>,
     ) -> Result<T> {
-        self.read(index, |bucket| look(&self.kinds(bucket)))
+        self.read(index, |bucket| {
+            look(&|param| self.kinds(index, param, bucket))
+        })
     }
 
     /// Lets `change` write to them.
     pub(crate) fn change_bucket<T>(
         &self,
         index: usize,
-        change: impl FnOnce(&[(&str, &Tensor)]) -> Result<T>,
+        change: impl FnOnce(&KindsOf<'_>) -> Result<T>,
     ) -> Result<T> {
-        self.change(index, |bucket| change(&self.kinds(bucket)))
-    }
-
-    fn kinds<'a>(&'a self, bucket: &'a BucketState) -> Vec<(&'a str, &'a Tensor)> {
-        self.buffers(bucket).collect()
+        self.change(index, |bucket| {
+            change(&|param| self.kinds(index, param, bucket))
+        })
     }
 }

@@ -2,16 +2,14 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use candle_core::{Result, bail};
 
 use super::parameters::Parameters;
 use super::source::LoraSource;
-use crate::checkpoint::Checkpoint;
-use crate::lora::{SequenceKeys, module_of};
-use crate::pipeline::MicroBatch;
+use crate::files::Checkpoint;
+use crate::lora::module_of;
 
 impl Parameters {
     /// The layers of the model that have an adapter, in name order, the same on every rank.
@@ -56,21 +54,6 @@ impl Parameters {
             LoraSource::Init(_) => Ok(()),
             LoraSource::Trained(adapter) => adapter.check_all_used(&adapted),
         }
-    }
-
-    /// What dropout needs to know of a training pass of `batch`; `None` if the model has no dropout.
-    pub(crate) fn sequence_keys(&self, batch: &MicroBatch) -> Result<Option<Arc<SequenceKeys>>> {
-        let Some(lora) = self.lora().filter(|lora| lora.dropout > 0.0) else {
-            return Ok(None);
-        };
-        let num_updates = self.num_updates().load(Ordering::Relaxed);
-        let keys = SequenceKeys::new(batch, lora.seed, num_updates)?;
-        Ok(Some(Arc::new(keys)))
-    }
-
-    /// Tells the layers whose pass comes; `None`: it is not a training pass.
-    pub(crate) fn set_dropout_pass(&self, keys: Option<Arc<SequenceKeys>>) {
-        self.dropout().set(keys);
     }
 
     /// Notes how many updates have been made.

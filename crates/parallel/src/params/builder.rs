@@ -5,10 +5,10 @@ use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 
 use super::param::Asker;
-use super::placement::{Gradient, Placement};
 use super::store::{ParamRequest, ParamStore};
 use super::tiled_weight::TiledWeight;
-use crate::lora::{DropoutPass, LoraConfig};
+use crate::lora::LoraConfig;
+use crate::placement::{Gradient, Placement};
 
 /// Initial distribution of weight matrices when there is no checkpoint: N(0, 0.02²), as in Llama.
 pub const WEIGHT_INIT: Init = Init::Randn {
@@ -29,6 +29,7 @@ pub struct ParamBuilder {
     /// Whether that is the last block of the model.
     is_head: bool,
     is_tied: bool,
+    is_used_at_times: bool,
 }
 
 impl ParamBuilder {
@@ -41,6 +42,7 @@ impl ParamBuilder {
             asker: Asker::Outside,
             is_head: false,
             is_tied: false,
+            is_used_at_times: false,
         }
     }
 
@@ -74,6 +76,15 @@ impl ParamBuilder {
         }
     }
 
+    /// The builder for parameters that a micro-batch may leave without a gradient, as that of an expert to which no token goes: it then counts
+    /// as zero. Of others that is an error, as it is mostly a mistake.
+    pub fn used_at_times(&self) -> Self {
+        Self {
+            is_used_at_times: true,
+            ..self.clone()
+        }
+    }
+
     fn path(&self, name: &str) -> String {
         match self.prefix.as_str() {
             "" => name.to_string(),
@@ -84,11 +95,18 @@ impl ParamBuilder {
     /// A whole parameter of the given shape, which every tensor-parallel rank uses on the same values; `init` is its
     /// distribution if there is no checkpoint. One that ranks use on different values, inside a tensor-parallel region, needs
     /// [`Self::get_placed`] with [`Gradient::Partial`]: with this method it is an error in the first step.
+    ///
+    /// # Errors
+    /// As for [`Self::get_placed`].
     pub fn get(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         self.get_placed(shape, name, REPLICATED, init)
     }
 
     /// What this rank holds, according to `placement`, of a parameter whose global shape is `shape`.
+    ///
+    /// # Errors
+    /// A name that is asked for twice without [`Self::tied`], one that the checkpoint lacks or has in another shape or type, a part beyond the
+    /// shape, and a device without memory for it.
     pub fn get_placed(
         &self,
         shape: impl Into<Shape>,
@@ -101,6 +119,9 @@ impl ParamBuilder {
     }
 
     /// [`Self::get_placed`], for a layer that can use the rows (dim 0) of what it holds tile by tile.
+    ///
+    /// # Errors
+    /// As for [`Self::get_placed`].
     pub fn get_tiled(
         &self,
         shape: impl Into<Shape>,
@@ -115,8 +136,8 @@ impl ParamBuilder {
         })
     }
 
-    /// The low-rank adapters of the model, if the linear layer at this prefix has one, and what tells it of training passes.
-    pub(crate) fn lora(&self) -> Option<(LoraConfig, DropoutPass)> {
+    /// The low-rank adapters of the model, if the linear layer at this prefix has one.
+    pub(crate) fn lora(&self) -> Option<LoraConfig> {
         self.store.lora_of(&self.prefix, self.is_head)
     }
 
@@ -168,6 +189,7 @@ impl ParamBuilder {
             by_tiles: false,
             is_adapter: false,
             is_inner: self.asker.block() > 0 && !self.is_head,
+            is_used_at_times: self.is_used_at_times,
         }
     }
 

@@ -8,10 +8,12 @@ use candle_core::{DType, Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::param::{Asker, Param, asked_twice};
-use super::placement::{Gradient, Placement, joined};
+use crate::pipeline_layout::PipelineLayout;
+use crate::placement::{Gradient, Indices, Placement, joined};
 
 /// A parameter of the model, wherever it lives.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct CatalogEntry {
     /// Hugging Face name.
     pub name: String,
@@ -25,7 +27,8 @@ pub struct CatalogEntry {
     pub trainable: bool,
     /// Whether it is of a low-rank adapter.
     pub is_adapter: bool,
-    /// World ranks and the disjoint parts that they own, in order; together they are the whole parameter.
+    /// World ranks and the disjoint parts that they own, in the order of their indices; together they are the whole parameter. A rank
+    /// may own several.
     pub holders: Vec<Holder>,
     /// Dim along which the parts lie.
     pub dim: usize,
@@ -40,6 +43,7 @@ impl CatalogEntry {
 
 /// The part of a parameter that one rank owns: it writes that part to files.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Holder {
     /// World rank.
     pub rank: usize,
@@ -55,7 +59,7 @@ struct Announcement {
     form: String,
     stored_dtype: String,
     dim: usize,
-    held: Range<usize>,
+    held: Indices,
     /// What its gradient is; of a shard that of the part.
     gradient: Gradient,
     is_replicated: bool,
@@ -66,19 +70,26 @@ struct Announcement {
     init: Option<String>,
     /// Who asked for it without saying that others do too.
     asked_by: Option<Asker>,
+    /// The stages of the rank that use it.
+    stages: Vec<usize>,
 }
 
 /// What a rank tells the others.
 #[derive(Serialize, Deserialize)]
 struct RankAnnouncement {
-    stage: usize,
+    pp_rank: usize,
     replica: usize,
     tp_rank: usize,
     params: Vec<Announcement>,
 }
 
 /// What all ranks hold.
-pub(super) struct Announcements(Vec<RankAnnouncement>);
+pub(super) struct GlobalPlacement {
+    ranks: Vec<RankAnnouncement>,
+    /// Of each parameter, the stages that use it.
+    stages: BTreeMap<String, BTreeSet<usize>>,
+    layout: PipelineLayout,
+}
 
 /// Indices of a parameter's cut dim that several tensor-parallel ranks hold.
 #[derive(Clone, Debug)]
@@ -91,18 +102,31 @@ pub(crate) struct Overlap {
     pub num_holders: usize,
 }
 
-impl Announcements {
+impl GlobalPlacement {
     /// Tells all ranks of the mesh what this one holds, and learns what they hold.
     pub fn exchange(
         params: &[Param],
         is_drawn: impl Fn(&Param) -> bool,
         mesh: &Mesh,
+        layout: &PipelineLayout,
     ) -> Result<Self> {
+        let pp_rank = mesh.pp.rank();
+        let stages = |param: &Param| -> Vec<usize> {
+            // What no block asked for counts as used by the first stage.
+            let blocks = param.blocks.iter().filter(|_| param.is_of_blocks());
+            let stages = blocks.filter_map(|&block| layout.stage_of_block(block));
+            let stages: BTreeSet<usize> = stages.collect();
+            match stages.is_empty() {
+                true => layout.stages_of(pp_rank).take(1).collect(),
+                false => stages.into_iter().collect(),
+            }
+        };
         let params = params.iter().map(|param| {
             let (dim, held) = param.held();
             Announcement {
                 init: is_drawn(param).then(|| format!("{:?}", param.init)),
                 asked_by: param.asked_by,
+                stages: stages(param),
                 name: param.name.clone(),
                 shape: param.global_shape.dims().to_vec(),
                 form: param.form().to_string(),
@@ -120,7 +144,7 @@ impl Announcements {
             }
         });
         let own = RankAnnouncement {
-            stage: mesh.pp.rank(),
+            pp_rank,
             replica: mesh.dp.rank(),
             tp_rank: mesh.tp.rank(),
             params: params.collect(),
@@ -130,75 +154,88 @@ impl Announcements {
         let all = all
             .iter()
             .map(|bytes| serde_json::from_slice(bytes).map_err(candle_core::Error::msg));
-        Ok(Self(all.collect::<Result<_>>()?))
+        let ranks: Vec<RankAnnouncement> = all.collect::<Result<_>>()?;
+        let mut stages: BTreeMap<String, BTreeSet<usize>> = BTreeMap::new();
+        for param in ranks.iter().flat_map(|rank| &rank.params) {
+            let known = stages.entry(param.name.clone()).or_default();
+            known.extend(&param.stages);
+        }
+        Ok(Self {
+            ranks,
+            stages,
+            layout: layout.clone(),
+        })
+    }
+
+    /// The stages of the pipeline.
+    pub fn layout(&self) -> &PipelineLayout {
+        &self.layout
     }
 
     /// Whether all ranks that hold parameter `name` use it tile by tile: what is tied across stages lies in the same places on each.
     pub fn is_tiled(&self, name: &str) -> bool {
-        let params = self.0.iter().flat_map(|rank| &rank.params);
+        let params = self.ranks.iter().flat_map(|rank| &rank.params);
         let mut holders = params.filter(|param| param.name == name);
         holders.all(|param| param.is_tiled)
     }
 
     /// Of each parameter, the stages with a block that uses it.
-    pub fn stages(&self) -> BTreeMap<&str, BTreeSet<usize>> {
-        let mut stages: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
-        for rank in &self.0 {
-            for param in &rank.params {
-                stages.entry(&param.name).or_default().insert(rank.stage);
-            }
-        }
-        stages
+    pub fn stages(&self) -> &BTreeMap<String, BTreeSet<usize>> {
+        &self.stages
     }
 
-    /// The parts of parameter `name` that the tensor-parallel ranks of a stage hold, in their order; all replicas have the same.
-    fn held<'a>(&'a self, name: &'a str, stage: usize) -> impl Iterator<Item = &'a Announcement> {
-        let ranks = self.0.iter();
-        let ranks = ranks.filter(move |rank| rank.stage == stage && rank.replica == 0);
+    /// The rank of the pipeline group that owns parameter `name`: that of the first stage which uses it.
+    fn owner(&self, name: &str) -> Option<usize> {
+        let first = self.stages.get(name)?.first()?;
+        Some(self.layout.rank_of(*first))
+    }
+
+    /// The parts of parameter `name` that the tensor-parallel ranks at a place of the pipeline hold, in their order; all replicas have the same.
+    fn held<'a>(&'a self, name: &'a str, pp_rank: usize) -> impl Iterator<Item = &'a Announcement> {
+        let ranks = self.ranks.iter();
+        let ranks = ranks.filter(move |rank| rank.pp_rank == pp_rank && rank.replica == 0);
         ranks.flat_map(move |rank| rank.params.iter().filter(move |param| param.name == name))
     }
 
-    /// Indices of parameter `name` that each tensor-parallel rank of a stage owns: those that no lower rank holds.
-    fn owned(&self, name: &str, stage: usize) -> Vec<Range<usize>> {
-        let mut next = 0;
-        let owned = self.held(name, stage).map(|param| {
-            let range = param.held.start.max(next)..param.held.end.max(next);
-            next = range.end;
-            range
+    /// Indices of parameter `name` in pieces that the same tensor-parallel ranks at a place of the pipeline hold, and those ranks;
+    /// both are rising. The first rank owns the piece.
+    fn pieces(&self, name: &str, pp_rank: usize) -> Vec<(Range<usize>, Vec<usize>)> {
+        let held: Vec<&Indices> = self.held(name, pp_rank).map(|param| &param.held).collect();
+        let ranges = held.iter().flat_map(|held| held.ranges());
+        let borders = ranges.flat_map(|range| [range.start, range.end]);
+        let borders: Vec<usize> = borders.collect::<BTreeSet<_>>().into_iter().collect();
+        let pieces = borders.windows(2).map(|ends| {
+            let holds = |rank: &usize| held[*rank].contains(ends[0]);
+            (ends[0]..ends[1], (0..held.len()).filter(holds).collect())
         });
-        owned.collect()
+        pieces
+            .filter(|(_, ranks): &(_, Vec<_>)| !ranks.is_empty())
+            .collect()
     }
 
     /// Indices of parameter `name` that the rank at these places of the mesh owns. Over a data-parallel replica, each index of the
     /// model is owned by exactly one rank.
-    pub fn owned_by(&self, name: &str, stage: usize, tp_rank: usize) -> Range<usize> {
-        let stages = self.stages();
-        let is_first = stages.get(name).and_then(BTreeSet::first) == Some(&stage);
-        let owned = is_first.then(|| self.owned(name, stage).get(tp_rank).cloned());
-        owned.flatten().unwrap_or(0..0)
+    pub fn owned_by(&self, name: &str, pp_rank: usize, tp_rank: usize) -> Indices {
+        let is_owner = self.owner(name) == Some(pp_rank);
+        let pieces = is_owner
+            .then(|| self.pieces(name, pp_rank))
+            .into_iter()
+            .flatten();
+        let owned = pieces.filter(|(_, ranks)| ranks[0] == tp_rank);
+        owned.map(|(range, _)| range).collect()
     }
 
-    /// Indices of parameter `name` that several tensor-parallel ranks of a stage hold, in rising order.
-    pub fn overlaps(&self, name: &str, stage: usize) -> Vec<Overlap> {
-        let held: Vec<&Announcement> = self.held(name, stage).collect();
-        let borders: BTreeSet<usize> = held
-            .iter()
-            .flat_map(|param| [param.held.start, param.held.end])
-            .collect();
-        let borders: Vec<usize> = borders.into_iter().collect();
-        let pieces = borders.windows(2).map(|ends| ends[0]..ends[1]);
-        let overlaps = pieces.filter_map(|range| {
-            let holds = |param: &&&Announcement| {
-                param.held.start <= range.start && range.end <= param.held.end
-            };
-            let holders: Vec<_> = held.iter().filter(holds).collect();
-            let num_holders = holders.len();
-            let gradient = holders.first().filter(|_| num_holders > 1)?.gradient;
-            Some(Overlap {
-                range,
-                gradient,
-                num_holders,
-            })
+    /// Indices of parameter `name` that several tensor-parallel ranks at a place of the pipeline hold, in rising order.
+    pub fn overlaps(&self, name: &str, pp_rank: usize) -> Vec<Overlap> {
+        let Some(gradient) = self.held(name, pp_rank).next().map(|param| param.gradient) else {
+            return Vec::new();
+        };
+        let pieces = self.pieces(name, pp_rank).into_iter();
+        let overlaps = pieces.filter(|(_, ranks)| ranks.len() > 1);
+        let overlaps = overlaps.map(|(range, ranks)| Overlap {
+            range,
+            gradient,
+            num_holders: ranks.len(),
         });
         overlaps.collect()
     }
@@ -206,18 +243,16 @@ impl Announcements {
     /// Every parameter of the model, in name order.
     pub fn catalog(&self) -> Result<Vec<CatalogEntry>> {
         let mut first: BTreeMap<&str, (usize, &Announcement)> = BTreeMap::new();
-        for (rank, announced) in self.0.iter().enumerate() {
+        for (rank, announced) in self.ranks.iter().enumerate() {
             for param in &announced.params {
                 let (_, known) = first.entry(&param.name).or_insert((rank, param));
                 check_agrees(param, known, rank)?;
             }
         }
         self.check_askers()?;
-        let stages = self.stages();
         let entries = first.into_values().map(|(_, param)| {
-            let stage = stages.get(param.name.as_str()).and_then(BTreeSet::first);
-            let stage = stage.copied().unwrap_or_default();
-            self.entry(param, stage)
+            let owner = self.owner(&param.name).unwrap_or_default();
+            self.entry(param, owner)
         });
         entries.collect()
     }
@@ -226,7 +261,7 @@ impl Announcements {
     /// already.
     fn check_askers(&self) -> Result<()> {
         let mut known: BTreeMap<&str, Asker> = BTreeMap::new();
-        for param in self.0.iter().flat_map(|rank| &rank.params) {
+        for param in self.ranks.iter().flat_map(|rank| &rank.params) {
             let Some(asker) = param.asked_by else {
                 continue;
             };
@@ -238,31 +273,33 @@ impl Announcements {
         Ok(())
     }
 
-    /// An error unless every tensor-parallel rank of a stage with the parameter has it, and the stages hold the same parts.
-    fn check_placement(&self, param: &Announcement, first_stage: usize) -> Result<()> {
+    /// An error unless every tensor-parallel rank at a place of the pipeline with the parameter has it, and all such places hold the same parts.
+    fn check_placement(&self, param: &Announcement, owner: usize) -> Result<()> {
         let name = param.name.as_str();
-        let parts = |stage: usize| -> Vec<&Range<usize>> {
-            self.held(name, stage).map(|param| &param.held).collect()
+        let parts = |pp_rank: usize| -> Vec<&[Range<usize>]> {
+            self.held(name, pp_rank)
+                .map(|param| param.held.ranges())
+                .collect()
         };
-        let num_ranks = |stage: usize| {
-            let ranks = self.0.iter();
-            let ranks = ranks.filter(|rank| rank.stage == stage && rank.replica == 0);
+        let num_ranks = |pp_rank: usize| {
+            let ranks = self.ranks.iter();
+            let ranks = ranks.filter(|rank| rank.pp_rank == pp_rank && rank.replica == 0);
             ranks.count()
         };
-        let stages = self.stages();
-        for &stage in stages.get(name).into_iter().flatten() {
-            let (parts, of_first) = (parts(stage), parts(first_stage));
-            if parts.len() != num_ranks(stage) {
+        for &stage in self.stages.get(name).into_iter().flatten() {
+            let pp_rank = self.layout.rank_of(stage);
+            let (parts, of_owner) = (parts(pp_rank), parts(owner));
+            if parts.len() != num_ranks(pp_rank) {
                 bail!(
                     "parameter {name} is on {} of the {} tensor-parallel ranks of stage {stage}\nhint: every rank asks for \
                      every parameter, with a Shard of its own part, which may be empty",
                     parts.len(),
-                    num_ranks(stage)
+                    num_ranks(pp_rank)
                 );
             }
-            if parts != of_first {
+            if parts != of_owner {
                 bail!(
-                    "parameter {name} is divided into {of_first:?} on stage {first_stage} and into {parts:?} on stage \
+                    "parameter {name} is divided into {of_owner:?} on the first stage that uses it and into {parts:?} on stage \
                      {stage}\nhint: stages that share a parameter divide it alike"
                 );
             }
@@ -270,34 +307,40 @@ impl Announcements {
         Ok(())
     }
 
-    fn entry(&self, param: &Announcement, stage: usize) -> Result<CatalogEntry> {
-        self.check_placement(param, stage)?;
+    fn entry(&self, param: &Announcement, owner: usize) -> Result<CatalogEntry> {
+        self.check_placement(param, owner)?;
         let holds = |rank: &RankAnnouncement| {
             let mut params = rank.params.iter();
-            rank.stage == stage && rank.replica == 0 && params.any(|held| held.name == param.name)
+            rank.pp_rank == owner && rank.replica == 0 && params.any(|held| held.name == param.name)
         };
-        let ranks = (0..self.0.len()).filter(|&rank| holds(&self.0[rank]));
-        let mut holders: Vec<Holder> = ranks
-            .zip(self.owned(&param.name, stage))
-            .map(|(rank, range)| Holder { rank, range })
-            .collect();
+        let ranks = (0..self.ranks.len()).filter(|&rank| holds(&self.ranks[rank]));
+        let ranks: Vec<usize> = ranks.collect();
+        let mut holders: Vec<Holder> = Vec::new();
+        for (range, holding) in self.pieces(&param.name, owner) {
+            let rank = ranks[holding[0]];
+            match holders.last_mut() {
+                Some(last) if last.rank == rank && last.range.end == range.start => {
+                    last.range.end = range.end;
+                }
+                _ => holders.push(Holder { rank, range }),
+            }
+        }
         let len = param.shape.get(param.dim).copied().unwrap_or(1);
         let covered = joined(holders.iter().map(|holder| holder.range.clone()));
-        if len > 0 && (covered.len() != 1 || covered.first() != Some(&(0..len))) {
-            let held: Vec<_> = self
-                .held(&param.name, stage)
-                .map(|held| &held.held)
-                .collect();
+        if covered != joined(std::iter::once(0..len)) {
+            let held = self.held(&param.name, owner);
+            let held: Vec<_> = held.map(|held| held.held.ranges()).collect();
             bail!(
-                "parameter {}: the parts that ranks hold of dim {} do not cover 0..{len} in rank order: {held:?}",
+                "parameter {}: the parts that ranks hold of dim {} do not cover 0..{len}: {held:?}",
                 param.name,
                 param.dim,
             );
         }
-        // Of a parameter without values the first holder.
-        let mut is_first = true;
-        holders
-            .retain(|holder| !holder.range.is_empty() || std::mem::take(&mut is_first) && len == 0);
+        if len == 0 {
+            // Of a parameter without values the first holder.
+            let first = ranks.first().map(|&rank| Holder { rank, range: 0..0 });
+            holders.extend(first);
+        }
         Ok(CatalogEntry {
             name: param.name.clone(),
             shape: param.shape.clone(),

@@ -11,7 +11,7 @@ use super::parameters::Parameters;
 
 /// Who gave a parameter its present values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(crate) enum ValuesFrom {
+pub(crate) enum SaveSource {
     /// The checkpoint or the distribution that it came from.
     #[default]
     Source,
@@ -22,38 +22,38 @@ pub(crate) enum ValuesFrom {
 }
 
 /// Of each parameter of a rank, where its values are from.
-pub(super) struct Changes(Mutex<Vec<ValuesFrom>>);
+pub(super) struct Changes(Mutex<Vec<SaveSource>>);
 
 impl Changes {
     pub fn new(num_params: usize) -> Self {
-        Self(Mutex::new(vec![ValuesFrom::default(); num_params]))
+        Self(Mutex::new(vec![SaveSource::default(); num_params]))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<ValuesFrom>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<SaveSource>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Parameters {
     /// Remembers who gave parameter `index` new values.
-    pub(crate) fn set_values_from(&self, index: usize, from: ValuesFrom) {
+    pub(crate) fn set_save_source(&self, index: usize, from: SaveSource) {
         self.changes().lock()[index] = from;
     }
 
     /// Of each entry of the catalog, where its values are from, the same on every rank: a refill anywhere counts for all. Every
     /// rank must call it.
-    pub(crate) fn values_from(&self, mesh: &Mesh) -> Result<Vec<ValuesFrom>> {
-        let own: BTreeMap<&str, ValuesFrom> = {
+    pub(crate) fn save_sources(&self, mesh: &Mesh) -> Result<Vec<SaveSource>> {
+        let own: BTreeMap<&str, SaveSource> = {
             let changes = self.changes().lock();
             let all = self.iter().zip(changes.iter());
             all.map(|(param, &from)| (param.name.as_str(), from))
-                .filter(|(_, from)| *from != ValuesFrom::Source)
+                .filter(|(_, from)| *from != SaveSource::Source)
                 .collect()
         };
         let bytes = serde_json::to_vec(&own).map_err(candle_core::Error::msg)?;
-        let mut changed: BTreeMap<String, ValuesFrom> = BTreeMap::new();
+        let mut changed: BTreeMap<String, SaveSource> = BTreeMap::new();
         for bytes in mesh.world.all_gather_bytes(&bytes)? {
-            let of_rank: BTreeMap<String, ValuesFrom> =
+            let of_rank: BTreeMap<String, SaveSource> =
                 serde_json::from_slice(&bytes).map_err(candle_core::Error::msg)?;
             for (name, from) in of_rank {
                 let known = changed.entry(name).or_default();
@@ -75,7 +75,7 @@ impl Parameters {
         } else {
             DType::F32
         };
-        if param.dtype() == exact || self.changes().lock()[index] != ValuesFrom::Source {
+        if param.dtype() == exact || self.changes().lock()[index] != SaveSource::Source {
             return Ok(None);
         }
         let values = self.source().values(&param.wanted())?;

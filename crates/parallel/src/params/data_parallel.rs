@@ -23,6 +23,7 @@ pub enum ZeroStage {
 
 /// In what form gradients move between replicas. They are added in f32, but for what NCCL adds itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum ReduceType {
     /// As they are kept.
     #[default]
@@ -58,7 +59,7 @@ pub struct DataParallel {
     /// Whether communication runs under computation: gradients are reduced under the backward pass, updated weights gathered
     /// under the next forward pass. The bits are the same without.
     ///
-    /// With it, weights that other replicas updated arrive after the update has returned. A [`Stage`](crate::Stage) waits for those
+    /// With it, weights that other replicas updated arrive after the update has returned. A [`ModelPart`](crate::ModelPart) waits for those
     /// of a block before it runs the block, and [`Param::values`](crate::Param::values) waits for all. Code that runs layers or reads
     /// their tensors outside of a stage calls [`Parameters::wait_for_updates`](crate::Parameters::wait_for_updates) first.
     pub overlap: bool,
@@ -133,9 +134,9 @@ pub(crate) struct ReplicaGroups {
     /// Ranks with the other slices of the same copy: one rank for ZeRO-0.
     pub shard: ProcessGroup,
     /// Ranks with the same slice of the other copies.
-    pub copies: ProcessGroup,
-    /// The ranks of `shard` once more, between which weights move tile by tile: in the order of one group's operations they would
-    /// wait for sums of gradients.
+    pub replicate: ProcessGroup,
+    /// A second communicator over the ranks of `shard`, for gathering weights tile by tile: on the first they would queue behind reductions of
+    /// gradients.
     pub tiles: ProcessGroup,
 }
 
@@ -149,7 +150,7 @@ impl ReplicaGroups {
             ZeroStage::Zero => 1,
             _ => config.zero_group.unwrap_or(dp.world_size()),
         };
-        let (shard, copies) = match len {
+        let (shard, replicate) = match len {
             1 => (single(), dp.clone()),
             len if len == dp.world_size() => (dp.clone(), single()),
             len => (
@@ -164,14 +165,14 @@ impl ReplicaGroups {
         Ok(Self {
             config,
             shard,
-            copies,
+            replicate,
             tiles,
         })
     }
 
     /// An error if one of the groups has failed; see [`ProcessGroup::check`].
     pub fn check(&self) -> Result<()> {
-        let groups = [&self.shard, &self.copies, &self.tiles];
+        let groups = [&self.shard, &self.replicate, &self.tiles];
         groups.into_iter().try_for_each(ProcessGroup::check)
     }
 
@@ -189,7 +190,7 @@ impl ReplicaGroups {
     pub fn reduce_type(&self, bucket: &Bucket) -> ReduceType {
         let is_single = self.shard.world_size() == 1;
         match self.config.reduce {
-            _ if is_single && self.copies.world_size() == 1 => ReduceType::F32,
+            _ if is_single && self.replicate.world_size() == 1 => ReduceType::F32,
             ReduceType::Int8 if bucket.sharing != Sharing::None => ReduceType::F32,
             reduce => reduce,
         }

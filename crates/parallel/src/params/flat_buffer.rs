@@ -5,25 +5,26 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::add_into;
 
-use crate::memory::{Held, MemoryCategory, MemoryMeter};
+use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
 
 /// A flat f32 tensor that is written in place, part by part.
 #[derive(Clone, Debug)]
 pub(crate) struct FlatBuffer {
     values: Tensor,
     /// Counts its bytes while a clone of the buffer exists.
-    _held: Option<Arc<Held>>,
+    _held: Option<Arc<MemoryGuard>>,
 }
 
 impl FlatBuffer {
     pub fn zeros(len: usize, device: &Device) -> Result<Self> {
-        let zeros = Tensor::zeros(len, DType::F32, device).map_err(|err| {
+        // A GPU allocates no 0 bytes.
+        let zeros = Tensor::zeros(len.max(1), DType::F32, device).map_err(|err| {
             let bytes = len * DType::F32.size_in_bytes();
             err.context(format!(
                 "asking for {bytes} bytes for gradients or the optimizer's state"
             ))
         });
-        Self::new(zeros?)
+        Self::new(zeros?.narrow(0, 0, len)?)
     }
 
     /// Wraps a flat tensor, for example what a collective returned.

@@ -8,7 +8,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal, Uniform};
 use rayon::prelude::*;
 
-use super::placement::Shard;
+use crate::placement::Shard;
 
 /// Values drawn from one random stream; fixed, so that they do not depend on the number of threads.
 const CHUNK: usize = 1 << 16;
@@ -80,7 +80,7 @@ fn select(
         rng
     };
     let num_values = shape.elem_count();
-    let Some(shard) = shard.filter(|shard| shard.range != (0..shard.global)) else {
+    let Some(shard) = shard.filter(|shard| shard.len() < shard.global()) else {
         let mut values = vec![0f32; num_values];
         let chunks = values.par_chunks_mut(CHUNK).enumerate();
         chunks.for_each(|(chunk, values)| {
@@ -90,8 +90,8 @@ fn select(
         return values;
     };
     let dims = shape.dims();
-    let inner: usize = dims[shard.dim + 1..].iter().product();
-    let is_held = |index: usize| shard.range.contains(&(index / inner % shard.global));
+    let inner: usize = dims[shard.dim() + 1..].iter().product();
+    let is_held = |index: usize| shard.held().contains(index / inner % shard.global());
     let chunks = (0..num_values.div_ceil(CHUNK)).into_par_iter();
     let chunks: Vec<Vec<f32>> = chunks
         .map(|chunk| {

@@ -1,6 +1,7 @@
 //! Where each parameter lies in the flat buffers that gradients, their reduction, the optimizer's state and slices of weights share.
 
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 
 use candle_core::DType;
 
@@ -8,7 +9,7 @@ use super::{Param, Tie};
 
 /// Values to whose multiples each data-parallel rank's slice of a bucket is padded: 256 bytes of f32, on which kernels and
 /// copies of a GPU start best.
-const SLICE_ALIGNMENT: usize = 64;
+pub(crate) const SLICE_ALIGNMENT: usize = 64;
 
 /// Buckets of parameters that are reduced, updated and gathered together.
 #[derive(Debug)]
@@ -18,15 +19,28 @@ pub(crate) struct ParamLayout {
     pub buckets: Vec<Bucket>,
     /// Those of frozen parameters, whose slices lie like those of the others: one of each block, the last block first.
     pub frozen: Vec<Bucket>,
+    /// Of tied parameters that several stages of this rank use, the buckets of gradients of the stages after the first one.
+    more: Vec<MoreGradients>,
     /// Of each parameter, the bucket and the place of its first value there; `None` for frozen ones.
     places: Vec<Option<(usize, usize)>>,
 }
 
-/// Parameters that lie one after the other in a flat buffer.
+/// Where the gradients lie that another stage of this rank gives to the parameters of a bucket.
 #[derive(Debug)]
+struct MoreGradients {
+    /// Index of the bucket whose parameters they are of.
+    of: usize,
+    stage: usize,
+    bucket: Bucket,
+}
+
+/// Parameters that lie one after the other in a flat buffer.
+#[derive(Clone, Debug)]
 pub(crate) struct Bucket {
     /// The first block that uses one of its parameters. Its backward pass is the last to add to their gradients.
     pub block: usize,
+    /// All blocks of this rank that use one of them, in rising order.
+    pub blocks: Vec<usize>,
     /// The tie between stages that all of its parameters have, by its index. Tied parameters have buckets of their own, of one
     /// length on all their stages: so whatever order a reduction sums in, it is the same for every copy.
     pub tie: Option<usize>,
@@ -88,8 +102,9 @@ impl ParamLayout {
     ) -> Self {
         let (trainable, frozen): (Vec<usize>, Vec<usize>) =
             (0..params.len()).partition(|&index| params[index].trainable);
-        let buckets_of = |members: &[usize]| buckets(params, members, ties, (num_slices, &sharing));
-        let buckets = buckets_of(&trainable);
+        let buckets_of = |members: &[usize]| buckets(params, members, ties, num_slices, &sharing);
+        let mut buckets = buckets_of(&trainable);
+        let more = split_stages(&mut buckets, ties);
         let mut places = vec![None; params.len()];
         for (index, bucket) in buckets.iter().enumerate() {
             for slot in &bucket.slots {
@@ -99,6 +114,7 @@ impl ParamLayout {
         Self {
             buckets,
             frozen: buckets_of(&frozen),
+            more,
             places,
         }
     }
@@ -106,6 +122,40 @@ impl ParamLayout {
     /// The bucket of parameter `index` and the place of its first value there; `None` if it is frozen.
     pub fn place(&self, index: usize) -> Option<(usize, usize)> {
         self.places[index]
+    }
+
+    /// How many buckets of gradients there are: those of trainable parameters, which come first, and more of tied ones.
+    pub fn num_gradient_buckets(&self) -> usize {
+        self.buckets.len() + self.more.len()
+    }
+
+    /// A bucket of gradients.
+    pub fn gradient_bucket(&self, index: usize) -> &Bucket {
+        match index.checked_sub(self.buckets.len()) {
+            None => &self.buckets[index],
+            Some(index) => &self.more[index].bucket,
+        }
+    }
+
+    /// All buckets of gradients.
+    pub fn of_gradients(&self) -> impl Iterator<Item = &Bucket> {
+        (0..self.num_gradient_buckets()).map(|index| self.gradient_bucket(index))
+    }
+
+    /// The bucket of the gradients that a stage of this rank gives to the parameters of a bucket.
+    pub fn of_stage(&self, bucket: usize, stage: Option<usize>) -> usize {
+        let mut more = self.more.iter();
+        let place = more.position(|more| more.of == bucket && Some(more.stage) == stage);
+        place.map_or(bucket, |place| self.buckets.len() + place)
+    }
+
+    /// The buckets of gradients of the parameters of a bucket, one for each stage of this rank that uses them, in the order of stages.
+    pub fn stages_of(&self, bucket: usize) -> impl Iterator<Item = usize> + '_ {
+        let own = (bucket < self.buckets.len()).then_some(bucket);
+        let more = self.more.iter().enumerate();
+        let more = more.filter(move |(_, more)| more.of == bucket);
+        own.into_iter()
+            .chain(more.map(|(place, _)| self.buckets.len() + place))
     }
 
     /// The buckets of trainable parameters, then those of frozen ones.
@@ -129,12 +179,39 @@ impl ParamLayout {
     }
 }
 
+/// Leaves to the buckets of tied parameters the blocks of the first stage of this rank that uses them, and gives the buckets of the others.
+fn split_stages(buckets: &mut [Bucket], ties: &[Tie]) -> Vec<MoreGradients> {
+    let mut more = Vec::new();
+    for (of, bucket) in buckets.iter_mut().enumerate() {
+        let Some(tie) = bucket.tie.map(|tie| &ties[tie]) else {
+            continue;
+        };
+        let all = std::mem::take(&mut bucket.blocks);
+        for (place, (stage, blocks)) in tie.own_stages.iter().enumerate() {
+            let own: Vec<usize> = all.iter().copied().filter(|b| blocks.contains(b)).collect();
+            match place {
+                0 => bucket.blocks = own,
+                _ => more.push(MoreGradients {
+                    of,
+                    stage: *stage,
+                    bucket: Bucket {
+                        blocks: own,
+                        ..bucket.clone()
+                    },
+                }),
+            }
+        }
+    }
+    more
+}
+
 /// The buckets of some parameters, given by their indices.
 fn buckets(
     params: &[Param],
     members: &[usize],
     ties: &[Tie],
-    (num_slices, sharing): (usize, &impl Fn(usize) -> Sharing),
+    num_slices: usize,
+    sharing: &impl Fn(usize) -> Sharing,
 ) -> Vec<Bucket> {
     let first_block = |index: usize| params[index].blocks.iter().min().copied().unwrap_or(0);
     let key = |&index: &usize| {
@@ -162,10 +239,12 @@ fn buckets(
             Slot { param, range }
         });
         let slots: Vec<Slot> = slots.collect();
-        let blocks = slots.iter().map(|slot| first_block(slot.param));
+        let blocks = slots.iter().flat_map(|slot| &params[slot.param].blocks);
+        let blocks: BTreeSet<usize> = blocks.copied().collect();
         let first = slots.first().map(|slot| params[slot.param].dtype());
         Bucket {
-            block: blocks.min().unwrap_or(0),
+            block: blocks.first().copied().unwrap_or(0),
+            blocks: blocks.into_iter().collect(),
             tie: wanted.tie,
             len: len.next_multiple_of(SLICE_ALIGNMENT * num_slices),
             dtype: first.unwrap_or(DType::F32),
@@ -184,7 +263,7 @@ mod tests {
     use candle_nn::Init;
 
     use super::*;
-    use crate::{Gradient, ParamStore, Placement, Shard};
+    use crate::{Gradient, ParamStore, PipelineLayout, Placement, Shard};
 
     /// Of 14 heads and three ranks, two have five and one four: a norm behind them lies at another place on each rank, unless it has a
     /// bucket of its own.
@@ -205,7 +284,8 @@ mod tests {
             let partial = Placement::Replicated(Gradient::Partial);
             vb.get_placed(3, "inner", partial, Init::Const(1.0))?;
             vb.get(5, "norm", Init::Const(1.0))?;
-            let params = store.seal(&mesh, Default::default())?;
+            let layout = PipelineLayout::even(1, 1)?;
+            let params = store.seal(&mesh, Default::default(), &layout)?;
             let index = |name: &str| params.iter().position(|param| param.name == name);
             let place = |name: &str| params.layout().place(index(name)?);
             let sharing = params.layout().buckets.iter().map(|bucket| bucket.sharing);

@@ -8,12 +8,13 @@ use candle_nn::Init;
 use serde::{Deserialize, Serialize};
 
 use super::pending_weights::PendingWeights;
-use super::placement::{Placement, Shard};
 use super::source::Wanted;
 use super::weight_format::{Packing, hold};
+use crate::placement::{Indices, Placement, Run, Shard};
 
 /// A parameter, or the part of it that this rank holds.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Param {
     /// Hugging Face name; the name in every file.
     pub name: String,
@@ -29,6 +30,8 @@ pub struct Param {
     pub(super) init: Init,
     /// Whether it gets a gradient and an update.
     pub trainable: bool,
+    /// Whether a micro-batch may leave it without a gradient: see [`ParamBuilder::used_at_times`](crate::ParamBuilder::used_at_times).
+    pub(super) is_used_at_times: bool,
     /// Whether every layer that asked for it uses it as a [`TiledWeight`](crate::TiledWeight), and there is more than one tile.
     pub(super) is_tiled: bool,
     /// How the values are held, if not as they are: see [`ParamStore::with_frozen_format`](crate::ParamStore::with_frozen_format).
@@ -89,6 +92,11 @@ impl Param {
         self.asked_by != Some(Asker::Outside)
     }
 
+    /// Whether the backward pass of each micro-batch must give it a gradient.
+    pub(crate) fn needs_gradient(&self) -> bool {
+        self.trainable && self.is_of_blocks() && self.num_values() > 0 && !self.is_used_at_times
+    }
+
     /// The local values, outside of any graph, when all updates have arrived.
     ///
     /// # Errors
@@ -110,8 +118,8 @@ impl Param {
 
     /// What is held of the values that its source has.
     pub(super) fn initial(&self, values: Vec<f32>) -> Result<Tensor> {
-        let plain = (self.local_shape().dims(), self.dtype());
-        hold(values, self.packing.as_ref(), plain)
+        let dims = self.local_shape().dims();
+        hold(values, self.packing.as_ref(), dims, self.dtype())
     }
 
     /// What layers compute with: the variable itself, or a constant if the parameter is frozen, so that no gradient is
@@ -200,37 +208,47 @@ impl Param {
     }
 
     /// The dim that is cut, and the indices of it held here; of a replicated parameter dim 0 and all.
-    pub(crate) fn held(&self) -> (usize, Range<usize>) {
+    pub(crate) fn held(&self) -> (usize, Indices) {
         match self.shard() {
-            Some(shard) => (shard.dim, shard.range.clone()),
-            None => (0, 0..self.global_shape.dims().first().copied().unwrap_or(1)),
+            Some(shard) => (shard.dim(), shard.held().clone()),
+            None => {
+                let all = 0..self.global_shape.dims().first().copied().unwrap_or(1);
+                (0, all.into())
+            }
         }
     }
 
-    /// Indices `range` of the cut dim, which are held here, as rising ranges of row-major offsets into the local values.
-    pub(crate) fn local_offsets(&self, range: &Range<usize>) -> Vec<Range<usize>> {
+    /// A view of indices `range` of the cut dim, if they are held here, of values that lie here as the parameter's do.
+    pub(crate) fn narrow(&self, values: &Tensor, range: &Range<usize>) -> Result<Option<Tensor>> {
+        let (dim, held) = self.held();
+        let place = held.place(range);
+        let narrow = |place: usize| match values.rank() {
+            0 => Ok(values.clone()),
+            _ => values.narrow(dim, place, range.len()),
+        };
+        place.map(narrow).transpose()
+    }
+
+    /// Indices `part` of the cut dim, which are held here, as rising ranges of row-major offsets into the local values.
+    pub(crate) fn local_offsets(&self, part: &Indices) -> Vec<Range<usize>> {
         let (dim, held) = self.held();
         let dims = self.local_shape().dims();
         let inner: usize = dims.iter().skip(dim + 1).product();
         let outer: usize = dims.iter().take(dim).product();
         let stride = held.len() * inner;
-        let first = (range.start - held.start) * inner;
-        let len = range.len() * inner;
-        super::joined((0..outer).map(|row| row * stride + first..row * stride + first + len))
+        let of_row = |row: usize| {
+            let places = part.ranges().iter().filter_map(|range| {
+                let first = row * stride + held.place(range)? * inner;
+                Some(first..first + range.len() * inner)
+            });
+            places.collect::<Vec<_>>()
+        };
+        crate::placement::joined((0..outer).flat_map(of_row))
     }
 
-    /// The runs of global values that lie one after the other here too: row-major offsets into the global tensor, and into the
-    /// local values, both rising.
-    pub(crate) fn global_runs(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+    /// The runs of the local values at offsets `part`, in rising order.
+    pub(crate) fn runs(&self, part: Range<usize>) -> impl Iterator<Item = Run> + use<> {
         let (dim, held) = self.held();
-        let dims = self.global_shape.dims();
-        let inner: usize = dims.iter().skip(dim + 1).product();
-        let outer: usize = dims.iter().take(dim).product();
-        let width = dims.get(dim).copied().unwrap_or(1);
-        let len = held.len() * inner;
-        (0..outer).map(move |row| {
-            let start = (row * width + held.start) * inner;
-            (start..start + len, row * len..(row + 1) * len)
-        })
+        held.runs(self.global_shape.dims(), dim, part)
     }
 }

@@ -1,6 +1,5 @@
 //! The parameters of a finished model: what this rank holds, and a catalog of what every rank holds.
 
-use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -8,21 +7,23 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Result, Tensor, bail};
 
-use super::catalog::{Announcements, CatalogEntry, Overlap};
-use super::changes::{Changes, ValuesFrom};
+use super::allowance::Allowance;
+use super::catalog::{CatalogEntry, GlobalPlacement, Overlap};
+use super::changes::{Changes, SaveSource};
 use super::data_parallel::{DataParallel, ReplicaGroups};
 use super::layout::{ParamLayout, Sharing, Slot};
 use super::param::Param;
 use super::pending_weights::PendingWeights;
-use super::placement::{Placement, intersect, offset_by};
 use super::sharded_weights::ShardedWeights;
 use super::slices::gather_range;
 use super::source::Source;
-use super::store::Allowance;
+use super::tie::Tie;
 use crate::agreement::Facts;
-use crate::checkpoint::Checkpoint;
-use crate::lora::{DropoutPass, LoraConfig};
-use crate::memory::{Held, MemoryCategory, MemoryMeter};
+use crate::files::Checkpoint;
+use crate::lora::LoraConfig;
+use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
+use crate::pipeline_layout::PipelineLayout;
+use crate::placement::{Placement, intersect, offset_by};
 
 /// All parameters of a model, in name order; immutable but for their values.
 #[derive(Clone)]
@@ -45,34 +46,39 @@ struct Inner {
     sharded: Arc<OnceLock<ShardedWeights>>,
     meter: MemoryMeter,
     /// Of each parameter whose values are in memory.
-    held: Mutex<Vec<Option<Held>>>,
+    held: Mutex<Vec<Option<MemoryGuard>>>,
     changes: Changes,
-    dropout: DropoutPass,
     /// Updates that an optimizer has made, on which dropout depends.
     num_updates: AtomicUsize,
 }
 
-/// Parameters held by several pipeline stages, whose gradients are summed over them.
-pub(crate) struct Tie {
-    /// The ranks that hold them, one per stage.
-    pub group: ProcessGroup,
-    /// Indices of the parameters.
-    pub params: Vec<usize>,
+/// What a store knows of a model whose blocks have all been built.
+pub(super) struct Requested {
+    pub params: Vec<Param>,
+    pub source: Arc<Source>,
+    pub allowance: Allowance,
+    pub pending: Arc<PendingWeights>,
+    pub sharded: Arc<OnceLock<ShardedWeights>>,
+    pub replicas: DataParallel,
+    pub without_values: bool,
 }
 
 impl Parameters {
-    pub(crate) fn new(
-        mut params: Vec<Param>,
-        (source, allowance): (Arc<Source>, Allowance),
-        (pending, sharded, dropout): (
-            Arc<PendingWeights>,
-            Arc<OnceLock<ShardedWeights>>,
-            DropoutPass,
-        ),
-        (mesh, replicas): (&Mesh, DataParallel),
+    pub(super) fn new(
+        requested: Requested,
+        mesh: &Mesh,
+        layout: &PipelineLayout,
         mut facts: Facts,
-        without_values: bool,
     ) -> Result<Self> {
+        let Requested {
+            mut params,
+            source,
+            allowance,
+            pending,
+            sharded,
+            replicas,
+            without_values,
+        } = requested;
         if mesh.degrees.cp > 1 {
             bail!(
                 "the mesh has cp({}) > 1, but nothing implements context parallelism yet: every rank would train on whole \
@@ -92,7 +98,7 @@ impl Parameters {
             )?;
         }
         let is_drawn = |param: &Param| source.is_drawn(&param.wanted());
-        let ranks = Announcements::exchange(&params, is_drawn, mesh)?;
+        let ranks = GlobalPlacement::exchange(&params, is_drawn, mesh, layout)?;
         let groups = ReplicaGroups::new(replicas, mesh)?;
         let catalog = ranks.catalog()?;
         for param in params.iter_mut().filter(|param| param.is_tiled) {
@@ -102,10 +108,10 @@ impl Parameters {
             let used = catalog.iter().map(|entry| entry.name.as_str()).collect();
             allowance.check_all_used(checkpoint, &used)?;
         }
-        let ties = ties(&params, &ranks, mesh)?;
-        let stage = mesh.pp.rank();
+        let ties = Tie::find(&params, &ranks, mesh)?;
+        let pp_rank = mesh.pp.rank();
         let owned = params.iter().map(|param| {
-            let range = ranks.owned_by(&param.name, stage, mesh.tp.rank());
+            let range = ranks.owned_by(&param.name, pp_rank, mesh.tp.rank());
             // What is packed is never written as it is held.
             match range.is_empty() || param.packing.is_some() {
                 true => Vec::new(),
@@ -114,7 +120,7 @@ impl Parameters {
         });
         let overlaps = params
             .iter()
-            .map(|param| ranks.overlaps(&param.name, stage));
+            .map(|param| ranks.overlaps(&param.name, pp_rank));
         let owned = owned.collect();
         let overlaps: Vec<Vec<Overlap>> = overlaps.collect();
         let sharing = |index: usize| match (&params[index].placement, overlaps[index].is_empty()) {
@@ -122,7 +128,7 @@ impl Parameters {
             (Placement::Replicated(_), false) => Sharing::Copies,
             (Placement::Sharded(_), false) => Sharing::Overlapping,
         };
-        let layout = ParamLayout::new(&params, &ties, mesh.dp.world_size(), sharing);
+        let places = ParamLayout::new(&params, &ties, mesh.dp.world_size(), sharing);
         let meter = MemoryMeter::default();
         let initial = |param: &Param| {
             let values = source.values(&param.wanted())?;
@@ -140,7 +146,7 @@ impl Parameters {
             if sharded.get().is_some() {
                 return Err(again());
             }
-            let slices = ShardedWeights::new(&params, (&layout, &groups, &meter), initial)?;
+            let slices = ShardedWeights::new(&params, &places, &groups, &meter, initial)?;
             sharded.set(slices).map_err(|_| again())?;
         } else {
             let mut absent = params.iter().filter(|param| !param.is_present());
@@ -154,12 +160,11 @@ impl Parameters {
             inner: Arc::new(Inner {
                 held: Mutex::new(held.collect()),
                 changes: Changes::new(params.len()),
-                dropout,
                 num_updates: AtomicUsize::new(0),
                 meter,
                 owned,
                 overlaps,
-                layout,
+                layout: places,
                 params,
                 ties,
                 catalog,
@@ -260,7 +265,7 @@ impl Parameters {
 
     /// The data-parallel ranks that hold the same slices as this one.
     pub fn copy_group(&self) -> &ProcessGroup {
-        &self.inner.groups.copies
+        &self.inner.groups.replicate
     }
 
     /// The data-parallel ranks as a grid.
@@ -312,10 +317,10 @@ impl Parameters {
     ///
     /// # Errors
     /// Values that were released, and failures of ranks.
-    pub(crate) fn acquire(&self, block: usize) -> Result<()> {
+    pub(crate) fn unshard(&self, block: usize) -> Result<()> {
         self.pending().wait_for_block(block)?;
         match self.sharded() {
-            Some(sharded) => sharded.acquire(block),
+            Some(sharded) => sharded.unshard(block),
             None => Ok(()),
         }
     }
@@ -339,9 +344,9 @@ impl Parameters {
     }
 
     /// Frees what was gathered for a block, but for what the block `next` needs too.
-    pub(crate) fn free(&self, block: usize, next: Option<usize>) -> Result<()> {
+    pub(crate) fn reshard(&self, block: usize, next: Option<usize>) -> Result<()> {
         match self.sharded() {
-            Some(sharded) => sharded.free(block, next),
+            Some(sharded) => sharded.reshard(block, next),
             None => Ok(()),
         }
     }
@@ -397,12 +402,12 @@ impl Parameters {
         let Some((sharded, (place, bucket, slot))) = slot else {
             param.refill(values)?;
             self.count(index);
-            self.set_values_from(index, ValuesFrom::Refill);
+            self.set_save_source(index, SaveSource::Refill);
             return Ok(());
         };
         param.check_fits(values)?;
         sharded.free_all()?;
-        self.set_values_from(index, ValuesFrom::Refill);
+        self.set_save_source(index, SaveSource::Refill);
         let own = self.groups().own_range(bucket.len);
         let mine = intersect(&slot.range, &own);
         if mine.is_empty() {
@@ -438,8 +443,9 @@ impl Parameters {
         self.inner.source.lora()
     }
 
-    pub(super) fn dropout(&self) -> &DropoutPass {
-        &self.inner.dropout
+    /// The seed of what training passes draw at random.
+    pub(crate) fn seed(&self) -> u64 {
+        self.inner.source.seed()
     }
 
     /// How many updates an optimizer has made.
@@ -467,30 +473,4 @@ impl Parameters {
             })
             .collect()
     }
-}
-
-/// One tie per set of stages that share parameters. Every rank splits the pipeline group once per set, in the same order.
-fn ties(params: &[Param], ranks: &Announcements, mesh: &Mesh) -> Result<Vec<Tie>> {
-    let catalog = ranks.catalog()?;
-    let is_trainable = |name: &str| {
-        let entry = catalog.binary_search_by(|entry| entry.name.as_str().cmp(name));
-        entry.is_ok_and(|index| catalog[index].trainable)
-    };
-    let mut stages_of = ranks.stages();
-    stages_of.retain(|name, stages| stages.len() > 1 && is_trainable(name));
-    let shared: BTreeSet<&BTreeSet<usize>> = stages_of.values().collect();
-    let mut ties = Vec::new();
-    for stages in shared {
-        let stage = mesh.pp.rank();
-        let is_member = stages.contains(&stage);
-        let color = if is_member { 0 } else { 1 + stage };
-        let group = mesh.pp.split(color, stage)?;
-        if is_member {
-            let has_tie =
-                |index: &usize| stages_of.get(params[*index].name.as_str()) == Some(stages);
-            let params = (0..params.len()).filter(has_tie).collect();
-            ties.push(Tie { group, params });
-        }
-    }
-    Ok(ties)
 }

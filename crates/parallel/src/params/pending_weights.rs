@@ -7,8 +7,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use candle_comm::{Pending, ProcessGroup};
 use candle_core::{Result, Tensor, Var};
 
-use super::placement::{intersect, offset_by};
-use crate::memory::Held;
+use crate::memory::MemoryGuard;
+use crate::placement::{intersect, offset_by};
 
 /// The gathers of an update, in the order in which a forward pass needs them.
 ///
@@ -24,7 +24,7 @@ struct Gather {
     own: Range<usize>,
     weights: Vec<(Var, Range<usize>)>,
     whole: Pending<Tensor>,
-    _staging: Option<Held>,
+    _staging: Option<MemoryGuard>,
 }
 
 /// What is gathered: one bucket's weights.
@@ -34,7 +34,7 @@ pub(crate) struct BucketWeights {
     /// A buffer for the whole bucket, whose values are not needed any more, of the weights' type.
     pub whole: Tensor,
     /// The memory of that buffer if it exists for this alone.
-    pub staging: Option<Held>,
+    pub staging: Option<MemoryGuard>,
     /// This rank's slice of it, whose weights are up to date.
     pub own: Range<usize>,
     /// The weights, of one type, and their places in the bucket.

@@ -6,8 +6,9 @@
 use std::sync::{Mutex, PoisonError};
 
 use candle_comm::message_of;
+use candle_core::op::BackpropOp;
 use candle_core::{
-    CpuStorage, CudaStorage, DType, Error, InplaceOp1, Layout, Result, Tensor, bail,
+    CpuStorage, CudaStorage, DType, Device, Error, InplaceOp1, Layout, Result, Tensor, Var, bail,
 };
 
 use super::param::Param;
@@ -127,6 +128,19 @@ pub(crate) fn move_storage(from: &Tensor, to: &Tensor) -> Result<()> {
     let take = Exchange::new(None);
     from.inplace_op1(&take)?;
     to.inplace_op1(&Exchange::new(take.into_taken()))
+}
+
+/// A variable without values. A GPU allocates no 0 bytes, so its storage is that of one value.
+pub(super) fn empty_var(dims: Vec<usize>, dtype: DType, device: &Device) -> Result<Var> {
+    let one = Tensor::zeros(1, dtype, device)?;
+    let (storage, layout) = one.storage_and_layout();
+    let storage = storage.try_clone(layout)?;
+    Var::from_tensor(&Tensor::from_storage(
+        storage,
+        dims,
+        BackpropOp::none(),
+        true,
+    ))
 }
 
 /// The storage of a tensor: what is put in, then what was taken out.

@@ -29,16 +29,11 @@ impl Parameters {
                 None => &mut copies,
                 Some(_) => &mut overlapping,
             };
-            let (values, (dim, held)) = (values(index)?, param.held());
+            let values = values(index)?;
             for range in self.overlaps(index).iter().map(|overlap| &overlap.range) {
-                if held.start > range.start || range.end > held.end {
-                    continue;
+                if let Some(copy) = param.narrow(&values, range)? {
+                    checksums.add(Shared::Value(param.name.clone()), range.start, &copy)?;
                 }
-                let copy = match values.rank() {
-                    0 => values.clone(),
-                    _ => values.narrow(dim, range.start - held.start, range.len())?,
-                };
-                checksums.add(Shared::Value(param.name.clone()), range.start, &copy)?;
             }
         }
         copies.compare(mesh, when)?;

@@ -6,10 +6,10 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor, bail};
 
-use super::changes::ValuesFrom;
+use super::changes::SaveSource;
 use super::layout::Bucket;
 use super::parameters::Parameters;
-use super::placement::{intersect, offset_by};
+use crate::placement::{intersect, offset_by};
 
 impl Parameters {
     /// Of each bucket of trainable parameters the values that this rank updates.
@@ -91,7 +91,7 @@ impl Parameters {
                     .get(slot.param)
                     .flat_part(&offset_by(&mine, slot.range.start))?;
                 place.slice_set(&values, 0, 0)?;
-                self.set_values_from(slot.param, ValuesFrom::Update);
+                self.set_save_source(slot.param, SaveSource::Update);
             }
         }
         self.set_num_updates(num_updates);

@@ -12,9 +12,9 @@ use candle_ops::quantize_int8;
 use super::data_parallel::ReplicaGroups;
 use super::layout::{Bucket, ParamLayout, Sharing, Slot};
 use super::param::Param;
-use super::placement::intersect;
 use super::slices::{GatheredRange, start_gather_range, unpacked};
-use crate::memory::{Held, MemoryCategory, MemoryMeter, num_bytes};
+use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter, num_bytes};
+use crate::placement::intersect;
 
 /// The slices of a rank, and what is gathered of the others'.
 pub(crate) struct ShardedWeights {
@@ -36,11 +36,11 @@ struct ShardedBucket {
     /// The slices of all ranks in the bucket.
     slices: Vec<Range<usize>>,
     params: Vec<(Param, Slot)>,
-    state: Mutex<State>,
+    state: Mutex<Residence>,
     /// Whether its weights are gathered in 8 bits.
     is_quantized: bool,
     meter: MemoryMeter,
-    _held: Held,
+    _held: MemoryGuard,
 }
 
 /// A buffer becomes the storage of its first parameter if the others are at most one part in so many of it: they exist twice then.
@@ -52,17 +52,19 @@ pub(crate) fn is_adopted(others: usize, whole: usize) -> bool {
 }
 
 /// Where a bucket's whole weights are.
-enum State {
+enum Residence {
     Absent,
-    Gathering(Pending<Tensor>, Held),
-    Present(Held),
+    Gathering(Pending<Tensor>, MemoryGuard),
+    Present(MemoryGuard),
 }
 
 impl ShardedWeights {
     /// Slices of `params`, whose initial values `values` gives, in their local shape and type; only one parameter's exist at a time.
     pub fn new(
         params: &[Param],
-        (layout, groups, meter): (&ParamLayout, &ReplicaGroups, &MemoryMeter),
+        layout: &ParamLayout,
+        groups: &ReplicaGroups,
+        meter: &MemoryMeter,
         values: impl Fn(&Param) -> Result<Tensor>,
     ) -> Result<Self> {
         let sharded = |bucket: &Bucket| {
@@ -88,7 +90,7 @@ impl ShardedWeights {
                 slice,
                 slices: groups.slices(bucket.len),
                 params: slots.map(of_slot).collect(),
-                state: Mutex::new(State::Absent),
+                state: Mutex::new(Residence::Absent),
             })
         };
         let mut of_block: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
@@ -171,39 +173,39 @@ impl ShardedWeights {
         for &index in self.needed(block) {
             let bucket = &self.buckets[index];
             let mut state = bucket.lock();
-            if let State::Absent = *state {
+            if let Residence::Absent = *state {
                 let sent = match bucket.is_quantized {
                     true => quantize_int8(&bucket.slice)?,
                     false => bucket.slice.clone(),
                 };
                 let bytes = num_bytes(&sent) * self.shard.world_size();
                 let held = bucket.meter.hold(MemoryCategory::Gathered, bytes);
-                *state = State::Gathering(self.shard.start_all_gather(&sent)?, held);
+                *state = Residence::Gathering(self.shard.start_all_gather(&sent)?, held);
             }
         }
         Ok(())
     }
 
     /// Puts the weights of a block in their places. All ranks of the shard group must call it.
-    pub fn acquire(&self, block: usize) -> Result<()> {
+    pub fn unshard(&self, block: usize) -> Result<()> {
         self.prefetch(block)?;
         let mut needed = self.needed(block).iter();
         needed.try_for_each(|&index| self.buckets[index].arrive())
     }
 
     /// Frees the weights of a block, but for what `next` needs too.
-    pub fn free(&self, block: usize, next: Option<usize>) -> Result<()> {
+    pub fn reshard(&self, block: usize, next: Option<usize>) -> Result<()> {
         let kept = next.map_or(&[][..], |next| self.needed(next));
         let mut needed = self.needed(block).iter();
         needed.try_for_each(|index| match kept.contains(index) {
             true => Ok(()),
-            false => self.buckets[*index].free(),
+            false => self.buckets[*index].reshard(),
         })
     }
 
     /// Frees all weights but the slices.
     pub fn free_all(&self) -> Result<()> {
-        self.buckets.iter().try_for_each(ShardedBucket::free)
+        self.buckets.iter().try_for_each(ShardedBucket::reshard)
     }
 }
 
@@ -215,13 +217,13 @@ fn is_float(slice: &Tensor) -> bool {
 /// Rows of a weight on their way.
 pub(super) struct TileGather {
     values: GatheredRange,
-    on_the_way: Held,
+    on_the_way: MemoryGuard,
     meter: MemoryMeter,
 }
 
 impl TileGather {
     /// The values, flat, which count as held.
-    pub fn wait(self) -> Result<(Tensor, Held)> {
+    pub fn wait(self) -> Result<(Tensor, MemoryGuard)> {
         // Pieces of several ranks exist a second time while they are joined.
         let joined = match self.values.num_pieces() {
             0 | 1 => 0,
@@ -236,17 +238,17 @@ impl TileGather {
 }
 
 impl ShardedBucket {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Residence> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn arrive(&self) -> Result<()> {
         let mut state = self.lock();
-        match std::mem::replace(&mut *state, State::Absent) {
-            State::Gathering(whole, on_the_way) => {
+        match std::mem::replace(&mut *state, Residence::Absent) {
+            Residence::Gathering(whole, on_the_way) => {
                 let whole = unpacked(whole.wait()?, self.slice.elem_count(), &self.slice)?;
                 drop(on_the_way);
-                *state = State::Present(self.distribute(whole)?);
+                *state = Residence::Present(self.distribute(whole)?);
             }
             other => *state = other,
         }
@@ -254,7 +256,7 @@ impl ShardedBucket {
     }
 
     /// Gives the parameters their values, `whole`, the first in the bucket first; what they hold then.
-    fn distribute(&self, whole: Tensor) -> Result<Held> {
+    fn distribute(&self, whole: Tensor) -> Result<MemoryGuard> {
         let hold = |bytes| self.meter.hold(MemoryCategory::Gathered, bytes);
         let whole_bytes = num_bytes(&whole);
         let values_of = |param: &Param, slot: &Slot| {
@@ -283,13 +285,13 @@ impl ShardedBucket {
         Ok(hold(whole_bytes + bytes_of(copied)))
     }
 
-    fn free(&self) -> Result<()> {
+    fn reshard(&self) -> Result<()> {
         let mut state = self.lock();
-        match std::mem::replace(&mut *state, State::Absent) {
-            State::Absent => Ok(()),
+        match std::mem::replace(&mut *state, Residence::Absent) {
+            Residence::Absent => Ok(()),
             // What was prefetched for a pass that did not come.
-            State::Gathering(whole, _held) => whole.wait().map(drop),
-            State::Present(_held) => self
+            Residence::Gathering(whole, _held) => whole.wait().map(drop),
+            Residence::Present(_held) => self
                 .params
                 .iter()
                 .try_for_each(|(param, _)| param.release()),

@@ -6,8 +6,8 @@ use candle_comm::{Pending, ProcessGroup};
 use candle_core::{DType, Result, Tensor};
 use candle_ops::{dequantize_int8_into, quantize_int8, quantized_bytes};
 
-use super::placement::{intersect, offset_by};
 use crate::memory::num_bytes;
+use crate::placement::{intersect, offset_by};
 
 /// The values `range` of a flat buffer, on every rank of `dp`. `slices` are the parts of the buffer that the ranks hold, in rank
 /// order, and `own` are the values of this rank's.

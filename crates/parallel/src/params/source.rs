@@ -5,10 +5,10 @@ use candle_nn::Init;
 use rayon::prelude::*;
 
 use super::init::init_values;
-use super::placement::Shard;
 use crate::agreement::Facts;
-use crate::checkpoint::Checkpoint;
+use crate::files::Checkpoint;
 use crate::lora::{Adapter, LoraConfig, file_name};
+use crate::placement::Shard;
 
 /// The source of a model's parameters, and that of its adapters if it has some.
 pub(crate) struct Source {
@@ -54,6 +54,15 @@ impl Source {
         match &self.base {
             BaseSource::Init { .. } => None,
             BaseSource::Pretrained(checkpoint) => Some(checkpoint),
+        }
+    }
+
+    /// The seed of adapters, or of parameters that are drawn; 0 without any.
+    pub fn seed(&self) -> u64 {
+        match (self.lora(), &self.base) {
+            (Some(lora), _) => lora.seed,
+            (None, BaseSource::Init { seed }) => *seed,
+            (None, BaseSource::Pretrained(_)) => 0,
         }
     }
 

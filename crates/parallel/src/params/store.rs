@@ -8,35 +8,37 @@ use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
 use candle_nn::Init;
 
+use super::allowance::Allowance;
 use super::builder::ParamBuilder;
 use super::data_parallel::{DataParallel, ZeroStage};
 use super::param::{Asker, Param, asked_twice};
-use super::parameters::Parameters;
+use super::parameters::{Parameters, Requested};
 use super::pending_weights::PendingWeights;
-use super::placement::Placement;
+use super::released::empty_var;
 use super::sharded_weights::ShardedWeights;
 use super::source::{BaseSource, LoraSource, Source, Wanted};
 use super::tiled_weight::TiledWeight;
 use super::weight_format::{Packing, WeightFormat, hold};
 use crate::agreement::Facts;
-use crate::checkpoint::Checkpoint;
-use crate::lora::{Adapter, DropoutPass, LoraConfig};
+use crate::files::Checkpoint;
+use crate::lora::{Adapter, LoraConfig};
+use crate::pipeline_layout::PipelineLayout;
+use crate::placement::Placement;
 
 /// The parameters of a model under construction, keyed by Hugging Face name.
 ///
 /// Layers ask it for what they need through a [`ParamBuilder`]; it reads or initialises just the part of this rank.
-/// [`crate::Stage::build`] then seals it into [`Parameters`].
+/// [`crate::ModelPart::build`] then seals it into [`Parameters`].
 #[derive(Clone)]
 pub struct ParamStore {
     source: Arc<Source>,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<StoreState>>,
     pending: Arc<PendingWeights>,
     sharded: Arc<OnceLock<ShardedWeights>>,
-    dropout: DropoutPass,
 }
 
 #[derive(Default)]
-struct State {
+struct StoreState {
     params: BTreeMap<String, Param>,
     allowance: Allowance,
     is_frozen: Option<NamePredicate>,
@@ -62,52 +64,6 @@ impl Drop for Building {
 
 type NamePredicate = Box<dyn Fn(&str) -> bool + Send + Sync>;
 
-/// Tensors of a checkpoint that the model does not ask for and that are no mistake.
-#[derive(Clone, Default, Debug)]
-pub(crate) struct Allowance {
-    /// Second names of a parameter: (second name, name).
-    pub aliases: BTreeMap<String, String>,
-    /// Endings of the names of constants that some files carry along.
-    pub suffixes: Vec<String>,
-}
-
-impl Allowance {
-    /// An error if the checkpoint has tensors that are neither the model's nor allowed, or has other values for a second name.
-    pub fn check_all_used(&self, checkpoint: &Checkpoint, used: &BTreeSet<&str>) -> Result<()> {
-        for (alias, name) in &self.aliases {
-            let tensors = checkpoint.tensors();
-            if tensors.contains_key(alias)
-                && tensors.contains_key(name)
-                && checkpoint.bytes(alias)? != checkpoint.bytes(name)?
-            {
-                bail!(
-                    "config.json ties {alias} to {name}, but the checkpoint in {} holds different values for them\nhint: set \
-                 tie_word_embeddings to false to train both",
-                    checkpoint.dir().display()
-                );
-            }
-        }
-        let is_allowed = |name: &str| {
-            self.aliases.contains_key(name)
-                || self.suffixes.iter().any(|suffix| name.ends_with(suffix))
-        };
-        let unused: Vec<&String> = checkpoint
-            .tensors()
-            .keys()
-            .filter(|name| !used.contains(name.as_str()) && !is_allowed(name))
-            .collect();
-        if let Some(first) = unused.first() {
-            bail!(
-                "the checkpoint in {} holds {} tensors that the configured model does not use, the first is {first}\nhint: \
-             config.json does not describe these weights (number of layers, biases, tied embeddings?)",
-                checkpoint.dir().display(),
-                unused.len()
-            );
-        }
-        Ok(())
-    }
-}
-
 /// One request of a layer.
 pub(crate) struct ParamRequest<'a> {
     pub name: String,
@@ -125,6 +81,8 @@ pub(crate) struct ParamRequest<'a> {
     pub is_adapter: bool,
     /// Whether the block that asks is neither the first nor the last.
     pub is_inner: bool,
+    /// Whether a micro-batch may leave it without a gradient: see [`ParamBuilder::used_at_times`].
+    pub is_used_at_times: bool,
 }
 
 impl ParamStore {
@@ -134,6 +92,9 @@ impl ParamStore {
     }
 
     /// Parameters of the Hugging Face checkpoint in folder `dir`. The files are mapped and checked, and read when asked for.
+    ///
+    /// # Errors
+    /// A folder without weights, and a file that is missing, truncated, not safetensors or at odds with the index.
     pub fn from_pretrained(dir: impl AsRef<Path>) -> Result<Self> {
         Ok(Self::new(BaseSource::Pretrained(Checkpoint::open(
             dir.as_ref(),
@@ -148,7 +109,6 @@ impl ParamStore {
     fn new(base: BaseSource) -> Self {
         Self {
             source: Arc::new(Source { base, lora: None }),
-            dropout: DropoutPass::default(),
             state: Arc::default(),
             pending: Arc::default(),
             sharded: Arc::default(),
@@ -220,12 +180,12 @@ impl ParamStore {
         Ok(self)
     }
 
-    /// The adapters of the model, if the linear layer `module` gets one, and what tells it of training passes.
-    pub(crate) fn lora_of(&self, module: &str, is_head: bool) -> Option<(LoraConfig, DropoutPass)> {
+    /// The adapters of the model, if the linear layer `module` gets one.
+    pub(crate) fn lora_of(&self, module: &str, is_head: bool) -> Option<LoraConfig> {
         let lora = self.source.lora()?;
         self.lock().linears.insert(module.to_string());
         let is_target = lora.targets.contains(module, is_head);
-        is_target.then(|| (lora.clone(), self.dropout.clone()))
+        is_target.then(|| lora.clone())
     }
 
     /// How data-parallel replicas work together; call it before the model is built. Without it: ZeRO-1, overlapping.
@@ -278,7 +238,7 @@ impl ParamStore {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, StoreState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -305,7 +265,7 @@ impl ParamStore {
         let state = self.lock();
         let param = state.params.get(&name);
         let packing = param.and_then(|param| param.packing.clone());
-        Ok(TiledWeight::new(whole, (name, packing), &self.sharded))
+        Ok(TiledWeight::new(whole, name, packing, &self.sharded))
     }
 
     pub(crate) fn get(&self, request: ParamRequest<'_>) -> Result<Tensor> {
@@ -354,6 +314,7 @@ impl ParamStore {
                 );
             }
             param.is_tiled &= request.by_tiles;
+            param.is_used_at_times |= request.is_used_at_times;
             let block = request.asker.block();
             if !param.blocks.contains(&block) {
                 param.blocks.push(block);
@@ -368,7 +329,7 @@ impl ParamStore {
         let is_tiled = request.by_tiles && state.replicas.tile_linears > 1;
         let is_packed = request.by_tiles && !trainable;
         let format = state.frozen_format.filter(|_| is_packed);
-        let mut param = self.load(request, trainable, (is_deferred, format))?;
+        let mut param = self.load(request, trainable, is_deferred, format)?;
         param.is_tiled = is_tiled;
         let tensor = param.tensor();
         state.params.insert(param.name.clone(), param);
@@ -380,7 +341,8 @@ impl ParamStore {
         &self,
         request: ParamRequest<'_>,
         trainable: bool,
-        (is_deferred, format): (bool, Option<WeightFormat>),
+        is_deferred: bool,
+        format: Option<WeightFormat>,
     ) -> Result<Param> {
         let ParamRequest {
             name,
@@ -394,22 +356,21 @@ impl ParamStore {
             by_tiles: _,
             is_adapter,
             is_inner,
+            is_used_at_times,
         } = request;
         let mut local_dims = shape.dims().to_vec();
         if let Some(shard) = placement.shard() {
-            let fits = local_dims.get(shard.dim) == Some(&shard.global)
-                && shard.range.start <= shard.range.end
-                && shard.range.end <= shard.global;
+            let fits = local_dims.get(shard.dim()) == Some(&shard.global())
+                && shard.held().are_valid(shard.global());
             if !fits {
                 bail!("parameter {name}: {shard:?} does not fit its shape {shape:?}");
             }
-            local_dims[shard.dim] = shard.len();
+            local_dims[shard.dim()] = shard.len();
         }
         let shard = placement.shard();
         let packing = match (format, local_dims.as_slice()) {
             (Some(format), &[rows, columns]) => {
-                let part = ([rows, columns], shard);
-                Packing::new((format, is_inner), &name, part, dtype)?
+                Packing::new(format, is_inner, &name, [rows, columns], shard, dtype)?
             }
             _ => None,
         };
@@ -427,11 +388,15 @@ impl ParamStore {
         };
         let stored_dtype = self.source.stored_dtype(&wanted, dtype)?;
         let var = || match is_deferred {
-            true => Var::zeros(held_dims, held_dtype, device),
+            true if num_bytes > 0 => Var::zeros(held_dims, held_dtype, device),
+            true => empty_var(held_dims, held_dtype, device),
             false => {
                 let values = self.source.values(&wanted)?;
-                let held = hold(values, packing.as_ref(), (&local_dims, dtype))?;
-                Var::from_tensor(&held.to_device(device)?)
+                let held = hold(values, packing.as_ref(), &local_dims, dtype)?;
+                match num_bytes {
+                    0 => empty_var(held_dims, held_dtype, device),
+                    _ => Var::from_tensor(&held.to_device(device)?),
+                }
             }
         };
         let var = var().map_err(|err| {
@@ -449,6 +414,7 @@ impl ParamStore {
             blocks: vec![asker.block()],
             asked_by: (!is_tied).then_some(asker),
             trainable,
+            is_used_at_times,
             is_tiled: false,
             packing,
             is_adapter,
@@ -475,7 +441,12 @@ impl ParamStore {
 
     /// Ends construction: exchanges what each rank holds, finds ties between stages and checks that the model used every
     /// tensor of the checkpoint. `facts` is what all ranks must say alike of the model. Every rank of the mesh must call it.
-    pub(crate) fn seal(&self, mesh: &Mesh, facts: Facts) -> Result<Parameters> {
+    pub(crate) fn seal(
+        &self,
+        mesh: &Mesh,
+        facts: Facts,
+        layout: &PipelineLayout,
+    ) -> Result<Parameters> {
         let mut state = self.lock();
         let params: Vec<Param> = state.params.values().cloned().collect();
         // Another model that is built from this store has these parameters, too.
@@ -483,18 +454,16 @@ impl ParamStore {
         for param in of_blocks.filter(|param| param.is_of_blocks()) {
             param.asked_by = None;
         }
-        let params = Parameters::new(
+        let requested = Requested {
             params,
-            (self.source.clone(), state.allowance.clone()),
-            (
-                self.pending.clone(),
-                self.sharded.clone(),
-                self.dropout.clone(),
-            ),
-            (mesh, state.replicas),
-            facts,
-            state.without_values,
-        )?;
+            source: self.source.clone(),
+            allowance: state.allowance.clone(),
+            pending: self.pending.clone(),
+            sharded: self.sharded.clone(),
+            replicas: state.replicas,
+            without_values: state.without_values,
+        };
+        let params = Parameters::new(requested, mesh, layout, facts)?;
         params.check_adapters(&state.linears)?;
         Ok(params)
     }

@@ -6,9 +6,9 @@ use std::sync::{Arc, OnceLock};
 
 use candle_core::{D, DType, Result, Tensor};
 
-use super::placement::part;
 use super::sharded_weights::ShardedWeights;
 use super::weight_format::Packing;
+use crate::placement::part;
 
 /// A weight whose rows (dim 0) a layer can use tile by tile: see [`DataParallel::tile_linears`](crate::DataParallel::tile_linears) and
 /// [`ParamStore::with_frozen_format`](crate::ParamStore::with_frozen_format).
@@ -42,7 +42,8 @@ impl From<Tensor> for TiledWeight {
 impl TiledWeight {
     pub(super) fn new(
         whole: Tensor,
-        (name, packing): (String, Option<Packing>),
+        name: String,
+        packing: Option<Packing>,
         weights: &Arc<OnceLock<ShardedWeights>>,
     ) -> Self {
         let weights = weights.clone();

@@ -1,13 +1,14 @@
 //! Forms in which frozen weights are held, and how they become values again: rows at a time, when they are used.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{CpuStorage, DType, Device, Result, Tensor, bail};
 use candle_ops::round_into;
 use rayon::prelude::*;
 
-use super::placement::Shard;
+use crate::placement::Shard;
 
 /// The form in which the frozen weights of linear layers, embedding and head are held, whatever the type that the model computes in.
 ///
@@ -15,6 +16,7 @@ use super::placement::Shard;
 /// (`candle_core::quantized`), along the rows. A weight whose rows no block divides is held in the next wider form. The weights of
 /// the model's first and last block, the embedding and the head, are in bf16 where others are in blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum WeightFormat {
     /// 32 bits a value.
     F32,
@@ -80,21 +82,28 @@ impl Packing {
     /// Of weight `name`, of whose columns this rank may have a part, `shard`, and of whose values it has `dims`; `None` if the form
     /// is that of the values.
     pub fn new(
-        (format, is_inner): (WeightFormat, bool),
+        format: WeightFormat,
+        is_inner: bool,
         name: &str,
-        (dims, shard): ([usize; 2], Option<&Shard>),
+        dims: [usize; 2],
+        shard: Option<&Shard>,
         dtype: DType,
     ) -> Result<Option<Self>> {
-        let columns = shard.filter(|shard| shard.dim == 1);
-        let form = format.form(columns.map_or(dims[1], |columns| columns.global), is_inner);
+        let columns = shard.filter(|shard| shard.dim() == 1);
+        let form = format.form(
+            columns.map_or(dims[1], |columns| columns.global()),
+            is_inner,
+        );
         if let (Form::Blocks(blocks), Some(columns)) = (form, columns) {
             let size = blocks.block_size();
-            let range = &columns.range;
-            if !(range.start.is_multiple_of(size) && range.end.is_multiple_of(size)) {
+            let cuts = |range: &&Range<usize>| {
+                !(range.start.is_multiple_of(size) && range.end.is_multiple_of(size))
+            };
+            if let Some(range) = columns.ranges().iter().find(cuts) {
                 bail!(
                     "parameter {name}: this rank has the columns {range:?} of {}, which cuts blocks of {size} values, as \
                      {blocks:?} has them\nhint: use another tensor-parallel degree, or weights in 16 bits",
-                    columns.global
+                    columns.global()
                 );
             }
         }
@@ -196,7 +205,8 @@ impl Packing {
 pub(crate) fn hold(
     values: Vec<f32>,
     packing: Option<&Packing>,
-    (dims, dtype): (&[usize], DType),
+    dims: &[usize],
+    dtype: DType,
 ) -> Result<Tensor> {
     match packing {
         Some(packing) => packing.pack(values),

@@ -2,38 +2,31 @@
 
 use std::ops::Add;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor};
 use serde::{Deserialize, Serialize};
+
+use crate::pass::Loss;
 
 /// Sums over the targets of some micro-batches, of one rank or of several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct EvalSums {
     /// The bits of the sum of the losses, which JSON has no number for if it is NaN or infinite.
     loss_bits: u64,
     /// Targets that have the largest logit; `None` if the model's last block does not tell.
     pub num_right: Option<f64>,
-    /// Targets.
-    pub num_targets: usize,
+    /// Targets, or what else the mean is over.
+    pub num_targets: f64,
 }
 
 impl EvalSums {
-    /// Of what the last block gave for a micro-batch: the sum of its losses, or that and the number of targets that have the largest
-    /// logit.
-    pub(super) fn of(output: &Tensor, num_targets: usize) -> Result<Self> {
-        let numbers = output.to_dtype(DType::F64)?.flatten_all()?;
-        let (loss, num_right) = match (output.rank(), numbers.to_vec1()?.as_slice()) {
-            (0, &[loss]) => (loss, None),
-            (1, &[loss, num_right]) => (loss, Some(num_right)),
-            _ => bail!(
-                "the last block returned shape {:?}; expected the sum of the losses of the micro-batch, (), or that and the number of \
-                 targets with the largest logit, (2)",
-                output.shape()
-            ),
-        };
+    /// Of a micro-batch.
+    pub(super) fn of(loss: &Loss) -> Result<Self> {
+        let number = |scalar: &Tensor| scalar.to_dtype(DType::F64)?.to_scalar::<f64>();
         Ok(Self {
-            loss_bits: f64::to_bits(loss),
-            num_right,
-            num_targets,
+            loss_bits: number(&loss.sum)?.to_bits(),
+            num_right: loss.num_right.as_ref().map(number).transpose()?,
+            num_targets: loss.count,
         })
     }
 

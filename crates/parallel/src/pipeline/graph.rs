@@ -1,41 +1,11 @@
 //! What the output of a block in plain candle was computed from, by candle's graph.
 
 use std::collections::HashSet;
-use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{Result, Storage, Tensor, TensorId, Var, bail};
+use candle_core::{Result, Storage, Tensor, TensorId, bail};
 
-use crate::gradients::Gradients;
-use crate::params::Parameters;
-
-/// Indices of the parameters that `output` depends on: those that the block asked for, and those whose tensors it has from another
-/// block. `input` stands for the block's input.
-///
-/// # Errors
-/// A variable that is no parameter: no optimizer would update it, and it would be in no file.
-pub(super) fn params_in(
-    output: &Tensor,
-    input: Option<&Var>,
-    gradients: &Gradients,
-) -> Result<Vec<usize>> {
-    let mut params = Vec::new();
-    for variable in output.sorted_nodes() {
-        if !variable.is_variable() || input.is_some_and(|input| input.id() == variable.id()) {
-            continue;
-        }
-        let Some(param) = gradients.param_of(variable.id()) else {
-            bail!(
-                "the block uses a variable of shape {:?} that is no parameter of this model: it would never be trained, and be in no \
-                 file\nhint: ask the block's ParamBuilder for it; what shall not be trained is a plain tensor \
-                 (Var::as_detached_tensor), or a frozen parameter",
-                variable.shape()
-            );
-        };
-        params.push(param);
-    }
-    Ok(params)
-}
+use crate::pass::{GradientSink, Pass};
 
 /// Finds tensors that were computed from parameters before an update and are used after it: when the block was built, or in an earlier
 /// pass. They have the values that the parameters had then, whatever training makes of these, though their gradients look right.
@@ -59,12 +29,12 @@ impl KeptNodes {
     ///
     /// # Errors
     /// A tensor that was kept and that does not share the values of what it was computed from, as views do.
-    pub fn check(&self, output: &Tensor, params: &Parameters) -> Result<()> {
+    pub fn check(&self, output: &Tensor, pass: &Pass, names: &dyn GradientSink) -> Result<()> {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Seen::Enough = *seen {
             return Ok(());
         }
-        let num_updates = params.num_updates().load(Ordering::Relaxed);
+        let num_updates = pass.step();
         if matches!(*seen, Seen::First(_, before) if before == num_updates) {
             return Ok(());
         }
@@ -76,7 +46,7 @@ impl KeptNodes {
                 // From the parameters on, so that the first one found is the one that was made first.
                 let kept = computed().rev().filter(|node| first.contains(&node.id()));
                 kept.copied()
-                    .try_for_each(|node| check_is_view(node, params))?;
+                    .try_for_each(|node| check_is_view(node, names))?;
                 Seen::Enough
             }
             Seen::Enough => Seen::Enough,
@@ -86,15 +56,16 @@ impl KeptNodes {
 }
 
 /// An error unless `kept` shares its values with a variable that it was computed from.
-fn check_is_view(kept: &Tensor, params: &Parameters) -> Result<()> {
+fn check_is_view(kept: &Tensor, names: &dyn GradientSink) -> Result<()> {
     let sources = kept.sorted_nodes();
     let variables = || sources.iter().filter(|node| node.is_variable());
     if variables().any(|variable| has_same_storage(kept, variable)) {
         return Ok(());
     }
-    let is_source = |id: TensorId| variables().any(|variable| variable.id() == id);
-    let names = params.iter().filter(|param| is_source(param.id()));
-    let names: Vec<&str> = names.map(|param| param.name.as_str()).collect();
+    let mut names: Vec<String> = variables()
+        .filter_map(|variable| names.name_of(variable))
+        .collect();
+    names.sort();
     bail!(
         "the block keeps a tensor of shape {:?} that was computed when the block was built, or in an earlier pass, from {}: it has the \
          values of that time, whatever training makes of them\nhint: compute it in the forward pass (cat, contiguous, \

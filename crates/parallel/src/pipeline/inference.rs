@@ -1,40 +1,62 @@
-//! Forward passes without backward passes.
+//! Forward passes without backward passes: lists of instructions, as training has them.
 
 use std::sync::atomic::Ordering;
 
-use candle_comm::{P2p, ProcessGroup};
-use candle_core::{Result, Shape, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 use super::eval_sums::EvalSums;
-use super::micro_batch::MicroBatch;
-use super::pipeline::{Pipeline, recv};
-use super::stage::Stage;
+use super::model_part::ModelPart;
+use super::pipeline::Pipeline;
+use super::schedule::forwards;
+use super::units::Units;
 use crate::checksums::checksum;
+use crate::pass::{Loss, Pass};
+
+/// What each block gives, by its index.
+type Observe<'a> = &'a mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
 impl Pipeline {
-    /// Forward pass of one micro-batch over the stages of `pp` without a backward pass; the last stage applies `pick` to what the last block gives
-    /// and all stages return the result.
-    ///
-    /// `shape` is that of the result, which the other stages need to receive it.
+    /// What the model says of some rows of a micro-batch, given by their indices in (b · t): (rows, vocab), in the model's type, the same
+    /// on every rank of the pipeline and of the tensor-parallel group. The head computes these rows alone.
     ///
     /// # Errors
-    /// What blocks return, and failures of ranks.
-    pub fn infer(
-        pp: &ProcessGroup,
-        stage: &Stage,
-        batch: &MicroBatch,
-        shape: impl Into<Shape>,
-        pick: impl Fn(Tensor) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        stage.begin();
-        let result = match infer_stage(pp, stage, batch, &mut |_, _| Ok(()))? {
-            Some(output) => pick(output)?.contiguous()?,
-            None => Tensor::zeros(shape, stage.dtype(), stage.device())?,
+    /// A row that the micro-batch does not have, what blocks return, and failures of ranks.
+    pub fn logits(&self, part: &ModelPart, pass: &Pass, rows: &[usize]) -> Result<Tensor> {
+        part.begin();
+        let (b, t) = pass.dims()?;
+        if let Some(row) = rows.iter().find(|&&row| row >= b * t) {
+            bail!("logits of row {row} of a micro-batch of {b} x {t} rows; rows count from 0");
+        }
+        let outputs = self.run_forward(part, std::slice::from_ref(pass), &mut |_, _| Ok(()))?;
+        let logits = match outputs.into_iter().next().flatten() {
+            Some(xs) => {
+                let logits = part.with_head(&xs, pass, |head| head.logits(&xs, rows, pass))?;
+                Some(logits.contiguous()?)
+            }
+            None => None,
         };
-        pp.broadcast(&result, pp.world_size() - 1)
+        self.on_all_ranks(part, logits)
     }
 
-    /// Forward passes of micro-batches with targets, without backward passes: what the last block gives, added up on the ranks of the last
+    /// What the rank with the last stage has, which it alone gives, on all ranks of the pipeline.
+    fn on_all_ranks(&self, part: &ModelPart, of_last: Option<Tensor>) -> Result<Tensor> {
+        let layout = part.layout();
+        let root = layout.rank_of(layout.num_stages() - 1);
+        // The others do not know the shape.
+        let dims = of_last.as_ref().map_or(&[][..], Tensor::dims);
+        let dims: Vec<u8> = dims.iter().flat_map(|dim| dim.to_le_bytes()).collect();
+        let all = self.pp.all_gather_bytes(&dims)?;
+        let dims = all.get(root).map_or(&[][..], Vec::as_slice).chunks_exact(8);
+        let dims = dims.filter_map(|bytes| bytes.try_into().ok());
+        let dims: Vec<usize> = dims.map(usize::from_le_bytes).collect();
+        let xs = match of_last {
+            Some(xs) => xs,
+            None => Tensor::zeros(dims, part.dtype(), part.device())?,
+        };
+        self.pp.broadcast(&xs, root)
+    }
+
+    /// Forward passes of micro-batches with targets, without backward passes: the losses, added up on the rank of the last
     /// stage; zeros on the others. Every rank of a replica must be given the same micro-batches; with ZeRO-3 all replicas must be
     /// given as many. The first batch of all is evaluated twice.
     ///
@@ -43,66 +65,85 @@ impl Pipeline {
     /// and blocks return, and failures of ranks.
     pub fn evaluate(
         &self,
-        stage: &Stage,
-        batches: impl IntoIterator<Item = Result<MicroBatch>>,
+        part: &ModelPart,
+        batches: impl IntoIterator<Item = Result<Pass>>,
     ) -> Result<EvalSums> {
         let mut sums = EvalSums::default();
-        stage.begin();
-        for batch in batches {
-            let batch = batch?;
-            let output = match self.evaluates_alike.swap(true, Ordering::Relaxed) {
-                true => infer_stage(&self.pp, stage, &batch, &mut |_, _| Ok(()))?,
-                false => self.infer_twice(stage, &batch)?,
+        part.begin();
+        let mut batches = batches.into_iter();
+        // A rank with several stages works on as many micro-batches at once as there are ranks.
+        let layout = part.layout();
+        let at_once = match layout.num_stages() > layout.num_ranks() {
+            true => layout.num_ranks(),
+            false => 1,
+        };
+        loop {
+            let passes = batches.by_ref().take(at_once);
+            let passes = passes.map(|pass| Ok(pass?.evaluating()));
+            let passes = passes.collect::<Result<Vec<_>>>()?;
+            if passes.is_empty() {
+                return Ok(sums);
+            }
+            let losses = match self.evaluates_alike.swap(true, Ordering::Relaxed) {
+                true => self.losses(part, &passes, &mut |_, _| Ok(()))?,
+                false => self.losses_twice(part, &passes)?,
             };
-            if let Some(output) = output {
-                sums = sums + EvalSums::of(&output, batch.num_targets()?)?;
+            for loss in losses {
+                sums = sums + EvalSums::of(&loss)?;
             }
         }
-        Ok(sums)
     }
 
-    /// What a batch gives, or an error that names a block of this stage which gives other bits when it runs again.
-    fn infer_twice(&self, stage: &Stage, batch: &MicroBatch) -> Result<Option<Tensor>> {
+    /// The losses of some micro-batches, on the rank of the last stage.
+    fn losses(&self, part: &ModelPart, passes: &[Pass], observe: Observe<'_>) -> Result<Vec<Loss>> {
+        let outputs = self.run_forward(part, passes, observe)?;
+        let mut losses = Vec::new();
+        for (xs, pass) in outputs.into_iter().zip(passes) {
+            let Some(xs) = xs else { continue };
+            let loss = part.with_head(&xs, pass, |head| head.evaluate(&xs, pass))?;
+            observe(part.layout().num_blocks() - 1, &loss.sum)?;
+            losses.push(loss);
+        }
+        Ok(losses)
+    }
+
+    /// [`Self::losses`], or an error that names a block of this rank which gives other bits when it runs again.
+    fn losses_twice(&self, part: &ModelPart, passes: &[Pass]) -> Result<Vec<Loss>> {
         let mut first = Vec::new();
-        let output = infer_stage(&self.pp, stage, batch, &mut |_, xs| {
+        let losses = self.losses(part, passes, &mut |_, xs| {
             first.push(checksum(xs)?);
             Ok(())
         })?;
         let mut first = first.into_iter();
-        infer_stage(&self.pp, stage, batch, &mut |block, xs| {
+        self.losses(part, passes, &mut |block, xs| {
             if first.next() == Some(checksum(xs)?) {
                 return Ok(());
             }
             bail!(
                 "block {block} gives other values when the same batch is evaluated again: its loss would be one of many\nhint: a block \
-                 that draws random numbers, as for dropout, must not do so while the model is evaluated; PlainBlock::infer is for \
-                 that"
+                 that draws random numbers, as for dropout, must not do so while the model is evaluated; Pass::is_training tells, and \
+                 Pass::dropout asks it"
             )
         })?;
-        Ok(output)
+        Ok(losses)
     }
-}
 
-/// This stage's part of a forward pass, whose blocks `observe` sees; the output of the last one.
-fn infer_stage(
-    pp: &ProcessGroup,
-    stage: &Stage,
-    batch: &MicroBatch,
-    observe: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
-) -> Result<Option<Tensor>> {
-    let (rank, num_stages) = (pp.rank(), pp.world_size());
-    let input = match rank {
-        0 => None,
-        _ => {
-            let ops = [recv(stage, batch, rank - 1)?];
-            pp.batch_send_recv(&ops)?.pop()
+    /// The forward passes of micro-batches: on the rank of the last stage what the head is to be given of each.
+    fn run_forward(
+        &self,
+        part: &ModelPart,
+        passes: &[Pass],
+        observe: Observe<'_>,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let instructions = forwards(part.layout(), self.pp.rank(), passes.len());
+        let mut units = Units::new(self, part, passes, &instructions)?;
+        let mut outputs = vec![None; passes.len()];
+        for instruction in &instructions {
+            let unit = instruction.unit();
+            let output = units.infer(unit, observe)?;
+            outputs[unit.micro_batch] = output;
         }
-    };
-    let output = stage.infer_observed(input, batch, observe)?.contiguous()?;
-    if rank + 1 == num_stages {
-        return Ok(Some(output));
+        units.finish()?;
+        Ok(outputs)
     }
-    let (xs, dst) = (&output, rank + 1);
-    pp.batch_send_recv(&[P2p::Send { xs, dst }])?;
-    Ok(None)
 }

@@ -12,8 +12,8 @@ use candle_comm::{Mesh, ReduceOp};
 use candle_core::{DType, Result, Tensor, bail};
 use twox_hash::XxHash64;
 
-use super::micro_batch::MicroBatch;
 use crate::agreement::Comparison;
+use crate::pass::Pass;
 
 /// Compares, before each step's passes, what the ranks of each replica are given.
 pub(super) struct InputCheck {
@@ -34,7 +34,7 @@ impl InputCheck {
 
     /// An error on every rank that names two ranks of a replica whose micro-batches differ, and how, or two replicas with unequal
     /// numbers of them if these must be equal. Every rank must call it.
-    pub fn run(&self, micro_batches: &[MicroBatch], counts_are_equal: bool) -> Result<()> {
+    pub fn run(&self, micro_batches: &[Pass], counts_are_equal: bool) -> Result<()> {
         if !self.has_mates && !counts_are_equal {
             return Ok(());
         }
@@ -67,20 +67,25 @@ impl InputCheck {
         }
     }
 
-    /// The replica, the number of micro-batches, and of each (b, t, tokens, targets, documents), the last three as hashes.
-    fn given(&self, micro_batches: &[MicroBatch]) -> Result<Vec<u64>> {
+    /// The replica, the number of micro-batches, and of each (b, values of each, inputs, targets, documents), the last three as hashes.
+    fn given(&self, micro_batches: &[Pass]) -> Result<Vec<u64>> {
         let mut given = vec![self.mesh.dp.rank() as u64, micro_batches.len() as u64];
         for batch in micro_batches {
-            let (b, t) = batch.dims()?;
-            let targets = batch.targets.as_ref().map(hash_of).transpose()?;
-            let documents = batch.documents.as_ref().map(|documents| {
+            let dims = batch.inputs().dims();
+            let (b, rest) = dims.split_first().unwrap_or((&1, &[]));
+            let (b, t) = (*b, rest.iter().product::<usize>());
+            let targets = match batch.has_targets() {
+                true => Some(hash_of(batch.targets()?)?),
+                false => None,
+            };
+            let documents = batch.documents().map(|documents| {
                 let mut hasher = XxHash64::default();
                 let starts = documents.starts().iter();
                 starts.for_each(|start| hasher.write_u32(*start));
                 hasher.finish()
             });
             let hashes = [
-                hash_of(&batch.tokens)?,
+                hash_of(batch.inputs())?,
                 targets.unwrap_or_default(),
                 documents.unwrap_or_default(),
             ];
@@ -104,14 +109,14 @@ impl InputCheck {
                     "ranks {mate} and {rank} belong to one replica and were given different micro-batches: {}\nhint: the \
                      ranks of a pipeline and of a tensor-parallel group share their data; only data-parallel ranks \
                      (mesh.dp.rank()) have data of their own",
-                    difference((mate, &all[mate]), (rank, given))
+                    difference(mate, &all[mate], rank, given)
                 );
             }
             if counts_are_equal && given.get(1) != all[0].get(1) {
                 bail!(
                     "replicas have unequal numbers of micro-batches: {}\nhint: with ZeRO-2 and ZeRO-3 each micro-batch's \
                      gradients or weights move between replicas; give all of them as many, or use ZeRO-1",
-                    difference((0, &all[0]), (rank, given))
+                    difference(0, &all[0], rank, given)
                 );
             }
         }
@@ -119,8 +124,8 @@ impl InputCheck {
     }
 }
 
-/// What differs, in words: (replica, number of micro-batches), then (b, t, tokens, targets, documents) of each.
-fn difference((mate, a): (usize, &[u64]), (rank, b): (usize, &[u64])) -> String {
+/// What differs, in words: (replica, number of micro-batches), then (b, values of each, inputs, targets, documents) of each.
+fn difference(mate: usize, a: &[u64], rank: usize, b: &[u64]) -> String {
     if a.get(1) != b.get(1) {
         let count = |given: &[u64]| given.get(1).copied().unwrap_or_default();
         return format!("rank {mate} has {}, rank {rank} has {}", count(a), count(b));
@@ -135,7 +140,7 @@ fn difference((mate, a): (usize, &[u64]), (rank, b): (usize, &[u64])) -> String 
             let (a, b) = (shape(a).unwrap_or_default(), shape(b).unwrap_or_default());
             format!("micro-batch {index} has shape {a:?} on rank {mate} and {b:?} on rank {rank}")
         }
-        2 => format!("the tokens of micro-batch {index} differ"),
+        2 => format!("the inputs of micro-batch {index} differ"),
         3 => format!("the targets of micro-batch {index} differ"),
         _ => format!("the documents of micro-batch {index} differ"),
     }

@@ -1,27 +1,27 @@
 //! A model as a chain of blocks, cut into stages that micro-batches flow through.
 
 mod block;
+mod border;
+mod channels;
 mod eval_sums;
 mod graph;
 mod inference;
 mod input_check;
-mod key_value_cache;
-mod micro_batch;
-mod pass_report;
+mod model_part;
 #[expect(clippy::module_inception, reason = "the pipeline among its parts")]
 mod pipeline;
+mod plain;
 mod recompute;
 mod schedule;
-mod segment;
-mod stage;
+mod stage_block;
+mod units;
 mod weight_check;
 
-pub use block::{Backward, Block, Pass, PlainBlock, layer_block, plain_block};
+pub use block::{Block, head_block, layer_block, plain_block, plain_head};
+pub use border::{pack, unpack};
 pub use eval_sums::EvalSums;
-pub use key_value_cache::KeyValueCache;
-pub use micro_batch::MicroBatch;
-pub use pass_report::PassReport;
+pub use model_part::ModelPart;
 pub use pipeline::Pipeline;
+pub use plain::{PlainBlock, PlainHead};
 pub use recompute::Recompute;
-pub use schedule::{Instruction, Schedule};
-pub use stage::{Stage, Tape, stage_blocks};
+pub use schedule::{Instruction, Instructions, Schedule, Unit};

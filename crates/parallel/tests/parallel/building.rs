@@ -1,11 +1,11 @@
 //! Mistakes in what a model asks for while it is built, and ranks that build different models, are a sentence.
 
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::checkpoint::{HfSave, save_hf};
 use candle_parallel::{
-    ColumnParallelLinear, MicroBatch, ParamStore, PlainBlock, RowParallelLinear, ZeroStage,
-    column_parallel_linear, plain_block, row_parallel_linear,
+    ColumnParallelLinear, ParamStore, Pass, PlainBlock, RowParallelLinear, ZeroStage,
+    column_parallel_linear, in_graph, plain_block, row_parallel_linear,
 };
 
 use crate::chain::{Chain, HIDDEN};
@@ -19,7 +19,7 @@ fn ranks_build_the_same_model() {
     for layout in layouts {
         let of_seeds = on_mesh(layout, |mesh| {
             let store = ParamStore::init(mesh.world.rank() as u64);
-            Ok(Chain::default().stage(&mesh, &store).map(drop))
+            Ok(Chain::default().part(&mesh, &store).map(drop))
         });
         for result in of_seeds {
             assert_says(
@@ -33,7 +33,7 @@ fn ranks_build_the_same_model() {
                 num_layers,
                 ..Chain::default()
             };
-            Ok(chain.stage(&mesh, &ParamStore::init(5)).map(drop))
+            Ok(chain.part(&mesh, &ParamStore::init(5)).map(drop))
         });
         for result in of_blocks {
             let words = ["the number of blocks is 5 on rank 0", "7 on rank 1"];
@@ -45,7 +45,7 @@ fn ranks_build_the_same_model() {
                 dtype,
                 ..Chain::default()
             };
-            Ok(chain.stage(&mesh, &ParamStore::init(5)).map(drop))
+            Ok(chain.part(&mesh, &ParamStore::init(5)).map(drop))
         });
         for result in of_types {
             assert_says(&message(result), &["the type is f32 on rank 0 and bf16"]);
@@ -59,13 +59,13 @@ fn ranks_read_the_same_checkpoint() -> Result<()> {
     let path = |seed: u64| folder.path().join(seed.to_string());
     for seed in [1, 2] {
         let mesh = single_mesh();
-        let stage = Chain::default().stage(&mesh, &ParamStore::init(seed))?;
+        let part = Chain::default().part(&mesh, &ParamStore::init(seed))?;
         let save = HfSave::new(path(seed), Vec::new());
-        save_hf(stage.params(), &mesh, &save)?;
+        save_hf(part.params(), &mesh, &save)?;
     }
     let results = on_mesh((1, 2, 1), |mesh| {
         let store = ParamStore::from_pretrained(path(1 + mesh.world.rank() as u64))?;
-        Ok(Chain::default().stage(&mesh, &store).map(drop))
+        Ok(Chain::default().part(&mesh, &store).map(drop))
     });
     for result in results {
         assert_says(&message(result), &["source of the weights", "digest"]);
@@ -161,7 +161,7 @@ fn parameters_of_two_types_are_trained_together() {
     let trained = |layout, zero: ZeroStage| {
         let results = on_mesh(layout, |mesh| {
             let store = ParamStore::init(5).with_data_parallel(zero);
-            let stage = build(&mesh, &store, |index, vb| {
+            let part = build(&mesh, &store, |index, vb| {
                 if index != 2 {
                     return Ok(None);
                 }
@@ -172,7 +172,7 @@ fn parameters_of_two_types_are_trained_together() {
                 let scale = builder.get_with_hints_dtype(HIDDEN, "s", scale, DType::BF16)?;
                 Ok(Some(plain_block(Mixed { scale, up, down })))
             })?;
-            train(&mesh, &stage, 3)
+            train(&mesh, &part, 3)
         });
         results.into_iter().next().unwrap()
     };
@@ -194,9 +194,9 @@ struct Mixed {
 }
 
 impl PlainBlock for Mixed {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
         let scaled = xs.broadcast_mul(&self.scale.to_dtype(DType::F32)?)?;
-        xs + self.down.forward(&self.up.forward(&scaled)?)?
+        xs + in_graph(&self.down, &in_graph(&self.up, &scaled, pass)?, pass)?
     }
 }
 

@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::checkpoint::gather_full;
 use candle_parallel::{
-    Block, ColumnParallelLinear, Gradients, MicroBatch, ParamBuilder, ParamStore, PlainBlock,
-    RowParallelLinear, Shard, Stage, VocabParallelEmbedding, WEIGHT_INIT, column_parallel_linear,
-    plain_block, row_parallel_linear, vocab_parallel_cross_entropy, vocab_parallel_embedding,
+    Block, ColumnParallelLinear, Gradients, Loss, ModelPart, ParamBuilder, ParamStore, Pass,
+    PlainBlock, PlainHead, RowParallelLinear, Shard, VocabParallelEmbedding, WEIGHT_INIT,
+    column_parallel_linear_shard, in_graph, plain_block, plain_head, row_parallel_linear,
+    vocab_parallel_cross_entropy, vocab_parallel_embedding,
 };
 
 use crate::check::random_ids;
@@ -27,6 +28,8 @@ pub struct Chain {
     pub tied: bool,
     /// Type of weights and activations.
     pub dtype: DType,
+    /// Whether the first linear map of a layer is two in one weight.
+    pub fused: bool,
 }
 
 /// Values by parameter name.
@@ -36,11 +39,12 @@ struct Embed(VocabParallelEmbedding);
 
 struct Layer {
     norm: Tensor,
+    fused: bool,
     up: ColumnParallelLinear,
     down: RowParallelLinear,
 }
 
-struct Head {
+pub struct LastBlock {
     weight: ColumnParallelLinear,
     shard: Shard,
     tp: ProcessGroup,
@@ -53,6 +57,7 @@ impl Default for Chain {
             num_layers: 3,
             tied: false,
             dtype: DType::F32,
+            fused: false,
         }
     }
 }
@@ -63,13 +68,11 @@ impl Chain {
     }
 
     /// Block `index` of the chain.
-    pub fn block(
-        &self,
-        index: usize,
-        tp: &ProcessGroup,
-        vb: &ParamBuilder,
-    ) -> Result<Box<dyn Block>> {
-        Ok(plain_block(self.in_graph(index, tp, vb)?))
+    pub fn block(&self, index: usize, tp: &ProcessGroup, vb: &ParamBuilder) -> Result<Block> {
+        Ok(match self.in_graph(index, tp, vb)? {
+            Plain::Block(block) => plain_block(AnyBlock(block)),
+            Plain::Head(head) => plain_head(*head),
+        })
     }
 
     /// Block `index` of the chain in candle's graph.
@@ -77,13 +80,24 @@ impl Chain {
         if index == 0 {
             let vb = vb.pp("embed");
             let embedding = vocab_parallel_embedding(self.vocab, HIDDEN, tp, vb)?;
-            return Ok(Plain(Box::new(Embed(embedding))));
+            return Ok(Plain::Block(Box::new(Embed(embedding))));
         }
         if index <= self.num_layers {
             let vb = vb.pp("layers").pp(index - 1);
-            return Ok(Plain(Box::new(Layer {
+            return Ok(Plain::Block(Box::new(Layer {
                 norm: vb.pp("norm").get(HIDDEN, "weight", Init::Const(1.0))?,
-                up: column_parallel_linear(HIDDEN, INNER, true, tp, vb.pp("up"))?,
+                up: {
+                    let part = Shard::even(0, INNER, tp)?;
+                    let maps = vec![part; if self.fused { 2 } else { 1 }];
+                    column_parallel_linear_shard(
+                        HIDDEN,
+                        Shard::fused(&maps)?,
+                        true,
+                        tp,
+                        vb.pp("up"),
+                    )?
+                },
+                fused: self.fused,
                 down: row_parallel_linear(INNER, HIDDEN, true, tp, vb.pp("down"))?,
             })));
         }
@@ -100,7 +114,7 @@ impl Chain {
                 .into(),
             false => vb.get_tiled(shape, "weight", shard.clone(), WEIGHT_INIT)?,
         };
-        Ok(Plain(Box::new(Head {
+        Ok(Plain::Head(Box::new(LastBlock {
             weight: ColumnParallelLinear::new(weight, None, tp.clone()),
             shard,
             tp: tp.clone(),
@@ -108,35 +122,48 @@ impl Chain {
     }
 
     /// This rank's blocks.
-    pub fn stage(&self, mesh: &Mesh, store: &ParamStore) -> Result<Stage> {
+    pub fn part(&self, mesh: &Mesh, store: &ParamStore) -> Result<ModelPart> {
         let vb = store.builder(self.dtype, &device());
-        Stage::build(mesh, &vb, self.num_blocks(), HIDDEN, |index, vb| {
+        ModelPart::build(mesh, &vb, self.num_blocks(), HIDDEN, |index, vb| {
             self.block(index, &mesh.tp, &vb)
         })
     }
 
     /// `num` micro-batches of (2, 3) random tokens.
-    pub fn micro_batches(&self, seed: u64, num: usize) -> Result<Vec<MicroBatch>> {
+    pub fn micro_batches(&self, seed: u64, num: usize) -> Result<Vec<Pass>> {
         let ids = |seed| Tensor::from_vec(random_ids(seed, 6, self.vocab), (2, 3), &Device::Cpu);
         (0..num as u64)
             .map(|index| {
-                Ok(MicroBatch {
-                    tokens: ids(seed + 2 * index)?,
-                    targets: Some(ids(seed + 2 * index + 1)?),
-                    documents: None,
-                    past: None,
-                })
+                Ok(Pass::train(
+                    ids(seed + 2 * index)?,
+                    ids(seed + 2 * index + 1)?,
+                ))
             })
             .collect()
     }
 }
 
 /// A block of any kind.
-pub struct Plain(Box<dyn PlainBlock>);
+pub enum Plain {
+    Block(Box<dyn PlainBlock>),
+    Head(Box<LastBlock>),
+}
 
-impl PlainBlock for Plain {
-    fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-        self.0.forward(xs, batch)
+struct AnyBlock(Box<dyn PlainBlock>);
+
+impl PlainBlock for AnyBlock {
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        self.0.forward(xs, pass)
+    }
+}
+
+impl Plain {
+    /// The block's output; of the head the loss.
+    pub fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        match self {
+            Self::Block(block) => block.forward(xs, pass),
+            Self::Head(head) => Ok(head.loss(xs, pass)?.sum),
+        }
     }
 }
 
@@ -147,37 +174,46 @@ pub fn one_target<'a>(gradients: &'a mut Gradients, mesh: &Mesh) -> &'a mut Grad
 }
 
 impl PlainBlock for Embed {
-    fn forward(&self, tokens: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        self.0.forward(tokens)
+    fn forward(&self, tokens: &Tensor, pass: &Pass) -> Result<Tensor> {
+        in_graph(&self.0, tokens, pass)
     }
 }
 
 impl PlainBlock for Layer {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
         let normed = xs.broadcast_mul(&self.norm)?;
-        xs + self.down.forward(&self.up.forward(&normed)?.tanh()?)?
+        let inner = match in_graph(&self.up, &normed, pass)? {
+            both if self.fused => {
+                let maps = both.chunk(2, D::Minus1)?;
+                (&maps[0] + &maps[1])?
+            }
+            inner => inner,
+        };
+        let inner = inner.tanh()?;
+        xs + in_graph(&self.down, &inner, pass)?
     }
 }
 
-impl PlainBlock for Head {
-    fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+impl PlainHead for LastBlock {
+    fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
         let (b, t, _hidden) = xs.dims3()?;
-        let logits = self.weight.forward(xs)?;
+        let logits = in_graph(&self.weight, xs, pass)?;
         let logits = logits.reshape((b * t, self.shard.len()))?;
-        let targets = batch.targets.as_ref().expect("targets").flatten_all()?;
-        vocab_parallel_cross_entropy(&logits, &targets, &self.shard, &self.tp)?.sum_all()
+        let targets = pass.targets()?.flatten_all()?;
+        let sum = vocab_parallel_cross_entropy(&logits, &targets, &self.shard, &self.tp)?;
+        Ok(Loss::new(sum.sum_all()?, pass.num_targets()? as f64))
     }
 }
 
 /// Whole tensors by name, on rank 0; `local` gives this rank's part of a parameter.
 pub fn gather(
-    stage: &Stage,
+    part: &ModelPart,
     mesh: &Mesh,
     local: impl Fn(usize) -> Result<Tensor>,
 ) -> Result<Values> {
     let mut values = Values::new();
-    for entry in stage.params().catalog() {
-        let whole = gather_full(stage.params(), mesh, entry, DType::F32, &local)?;
+    for entry in part.params().catalog() {
+        let whole = gather_full(part.params(), mesh, entry, DType::F32, &local)?;
         if let Some(whole) = whole {
             values.insert(entry.name.clone(), whole.flatten_all()?.to_vec1::<f32>()?);
         }
@@ -185,19 +221,19 @@ pub fn gather(
     Ok(values)
 }
 
-pub fn gather_weights(stage: &Stage, mesh: &Mesh) -> Result<Values> {
-    gather(stage, mesh, |index| stage.params().values(index))
+pub fn gather_weights(part: &ModelPart, mesh: &Mesh) -> Result<Values> {
+    gather(part, mesh, |index| part.params().values(index))
 }
 
 /// The gradients as they were accumulated, of a mesh without data parallelism, ties or overlaps.
-pub fn gather_gradients(stage: &Stage, mesh: &Mesh, gradients: &Gradients) -> Result<Values> {
-    gather(stage, mesh, |index| gradients.get(index))
+pub fn gather_gradients(part: &ModelPart, mesh: &Mesh, gradients: &Gradients) -> Result<Values> {
+    gather(part, mesh, |index| gradients.get(index))
 }
 
 /// This rank's values, bit by bit.
-pub fn local_bits(stage: &Stage) -> BTreeMap<String, Vec<u32>> {
+pub fn local_bits(part: &ModelPart) -> BTreeMap<String, Vec<u32>> {
     let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect();
-    let params = stage.params();
+    let params = part.params();
     params
         .iter()
         .enumerate()

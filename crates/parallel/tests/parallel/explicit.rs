@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::regions::copy_to_tensor_parallel_region;
 use candle_parallel::{
-    Backward, Block, ColumnParallelLinear, GradientSink, Gradients, Layer, MicroBatch,
-    ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, Recompute, RowParallelLinear, Schedule,
-    Shard, Stage, column_parallel_backward, column_parallel_linear, in_graph, layer_block,
-    linear_cross_entropy, plain_block, row_parallel_linear, vocab_parallel_cross_entropy,
-    vocab_parallel_embedding,
+    Block, ColumnParallelLinear, GradientSink, Gradients, Head, Layer, Loss, ModelPart,
+    ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, PlainHead, Recompute, RowParallelLinear,
+    Schedule, Shard, column_parallel_backward, column_parallel_linear, head_block, in_graph,
+    layer_block, linear_cross_entropy, plain_block, plain_head, row_parallel_linear,
+    vocab_parallel_cross_entropy, vocab_parallel_embedding,
 };
 
 use crate::check::{
@@ -39,11 +39,11 @@ struct Gated {
 impl Layer for Gated {
     type Saved = [Tensor; 4];
 
-    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Self::Saved)> {
-        let (left, _) = self.left.forward_saving(xs)?;
-        let (right, _) = self.right.forward_saving(xs)?;
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Self::Saved)> {
+        let (left, _) = self.left.forward(xs, pass)?;
+        let (right, _) = self.right.forward(xs, pass)?;
         let product = (&left * &right)?;
-        let (out, _) = self.down.forward_add(&product, Some(xs))?;
+        let (out, _) = self.down.forward_add(&product, Some(xs), pass)?;
         Ok((out, [xs.clone(), left, right, product]))
     }
 
@@ -51,12 +51,15 @@ impl Layer for Gated {
         &self,
         [xs, left, right, product]: Self::Saved,
         dy: &Tensor,
+        pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>> {
-        let dproduct = self.down.backward_linear(dy, Some(&product), gradients)?;
+        let dproduct = self
+            .down
+            .backward_linear(dy, Some(&product), pass, gradients)?;
         let (dleft, dright) = ((&dproduct * right)?, (&dproduct * left)?);
         let layers = [(&self.left, &dleft), (&self.right, &dright)];
-        let dx = column_parallel_backward(&layers, Some(&xs), &self.tp, gradients)?;
+        let dx = column_parallel_backward(&layers, Some(&xs), pass, gradients)?;
         (dy + dx).map(Some)
     }
 
@@ -69,11 +72,11 @@ impl Layer for Gated {
 
 /// The same of candle's operations and the layers' own nodes.
 impl PlainBlock for Gated {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
         let shared = copy_to_tensor_parallel_region(xs, &self.tp)?;
-        let left = Module::forward(&self.left.clone().inside_region(), &shared)?;
-        let right = Module::forward(&self.right.clone().inside_region(), &shared)?;
-        xs + Module::forward(&self.down, &(left * right)?)?
+        let left = in_graph(&self.left.clone().inside_region(), &shared, pass)?;
+        let right = in_graph(&self.right.clone().inside_region(), &shared, pass)?;
+        xs + in_graph(&self.down, &(left * right)?, pass)?
     }
 }
 
@@ -82,60 +85,63 @@ struct InGraph<L>(L);
 
 impl<L> PlainBlock for InGraph<L>
 where
-    L: Layer + Clone + Send + Sync + 'static,
+    L: Layer + Clone + 'static,
     L::Saved: Clone + Send + Sync + 'static,
 {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        in_graph(&self.0, xs)
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        in_graph(&self.0, xs, pass)
     }
 }
 
 #[derive(Clone)]
-struct Head {
+struct LastBlock {
     weight: Tensor,
     shard: Shard,
     tp: ProcessGroup,
 }
 
-impl PlainBlock for Head {
-    fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+impl PlainHead for LastBlock {
+    fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
         let layer = ColumnParallelLinear::new(self.weight.clone(), None, self.tp.clone());
-        let logits = layer.forward(xs)?.flatten_to(1)?;
-        let targets = batch.targets.as_ref().unwrap().flatten_all()?;
+        let logits = in_graph(&layer, xs, pass)?.flatten_to(1)?;
+        let targets = pass.targets()?.flatten_all()?;
         let losses = vocab_parallel_cross_entropy(&logits, &targets, &self.shard, &self.tp)?;
-        losses.to_dtype(DType::F64)?.sum_all()
+        let sum = losses.to_dtype(DType::F64)?.sum_all()?;
+        Ok(Loss::new(sum, pass.num_targets()? as f64))
     }
 }
 
-impl Block for Head {
-    fn forward(&self, xs: &Tensor, pass: &mut Pass<'_>) -> Result<(Tensor, Backward)> {
-        let targets = pass.batch.targets.as_ref().unwrap().flatten_all()?;
-        let (rows, scale) = (xs.flatten_to(1)?, pass.loss_scale);
-        let (loss, dx) = linear_cross_entropy(
-            &rows,
+impl Head for LastBlock {
+    fn loss(
+        &self,
+        xs: &Tensor,
+        pass: &Pass,
+        gradients: &mut dyn GradientSink,
+    ) -> Result<(Loss, Option<Tensor>)> {
+        let (sum, dx) = linear_cross_entropy(
+            &xs.flatten_to(1)?,
             &self.weight.clone().into(),
-            &targets,
+            &pass.targets()?.flatten_all()?,
             &self.shard,
             &self.tp,
-            scale,
-            pass.gradients,
+            pass.loss_scale(),
+            gradients,
         )?;
-        let dx = dx.reshape(xs.dims())?;
-        Ok((loss, Backward::Loss(Box::new(move |_| Ok(Some(dx))))))
+        let loss = Loss::new(sum, pass.num_targets()? as f64);
+        Ok((loss, Some(dx.reshape(xs.dims())?)))
     }
 
-    fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-        PlainBlock::forward(self, xs, batch)
+    fn evaluate(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
+        PlainHead::loss(self, xs, pass)
+    }
+
+    fn logits(&self, xs: &Tensor, rows: &[usize], pass: &Pass) -> Result<Tensor> {
+        PlainHead::logits(self, xs, rows, pass)
     }
 }
 
 /// Block `index`, with an explicit backward pass or by candle's graph; layers of odd index are one node of that graph.
-fn block(
-    index: usize,
-    tp: &ProcessGroup,
-    explicit: [bool; 4],
-    vb: ParamBuilder,
-) -> Result<Box<dyn Block>> {
+fn block(index: usize, tp: &ProcessGroup, explicit: [bool; 4], vb: ParamBuilder) -> Result<Block> {
     let explicit = explicit[index];
     let vb = vb.pp(index);
     let column = |name: &str| column_parallel_linear(HIDDEN, WIDTH, true, tp, vb.pp(name));
@@ -153,14 +159,14 @@ fn block(
                 mean: 0.0,
                 stdev: 0.5,
             };
-            let head = Head {
+            let head = LastBlock {
                 weight: vb.get_placed((VOCAB, HIDDEN), "weight", shard.clone(), init)?,
                 shard,
                 tp: tp.clone(),
             };
             match explicit {
-                true => Box::new(head),
-                false => plain_block(head),
+                true => head_block(head),
+                false => plain_head(head),
             }
         }
         _ => {
@@ -179,17 +185,15 @@ fn block(
     })
 }
 
-fn micro_batches() -> Result<Vec<MicroBatch>> {
+fn micro_batches() -> Result<Vec<Pass>> {
     let ids = |seed: u64| random_ids(seed, SHAPE.0 * SHAPE.1, VOCAB);
     let batch = |seed: u64| {
         let mut targets = ids(seed + 10);
         targets[7] = IGNORE_INDEX;
-        Ok(MicroBatch {
-            tokens: Tensor::from_vec(ids(seed), SHAPE, &Device::Cpu)?,
-            targets: Some(Tensor::from_vec(targets, SHAPE, &Device::Cpu)?),
-            documents: None,
-            past: None,
-        })
+        Ok(Pass::train(
+            Tensor::from_vec(ids(seed), SHAPE, &Device::Cpu)?,
+            Tensor::from_vec(targets, SHAPE, &Device::Cpu)?,
+        ))
     };
     (0..2).map(batch).collect()
 }
@@ -211,16 +215,16 @@ fn run_recomputing(
         .with_data_parallel(UNREDUCED)
         .freeze(move |name| !frozen.is_empty() && name.contains(frozen));
     let vb = store.builder(DType::F32, &device());
-    let stage = Stage::build(mesh, &vb, 4, HIDDEN, |index, vb| {
+    let part = ModelPart::build(mesh, &vb, 4, HIDDEN, |index, vb| {
         block(index, &mesh.tp, explicit, vb)
     })?;
-    let stage = stage.with_recompute(recompute);
-    let mut gradients = Gradients::new(stage.params(), mesh)?;
+    let part = part.with_recompute(recompute);
+    let mut gradients = Gradients::new(part.params(), mesh)?;
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
     let batches = micro_batches()?;
-    let report = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+    let report = pipeline.forward_backward(&part, &batches, &mut gradients)?;
     let mut grads = BTreeMap::new();
-    for (index, param) in stage.params().iter().enumerate() {
+    for (index, param) in part.params().iter().enumerate() {
         if param.trainable {
             grads.insert(param.name.clone(), floats(&gradients.get(index)?)?);
         }
@@ -268,9 +272,8 @@ fn frozen_weights_get_no_gradient_and_do_not_change_the_others() {
 
 #[test]
 fn recomputed_blocks_of_every_kind_give_the_same_bits() {
-    let modes: [fn(usize) -> Recompute; 3] = [
+    let modes: [fn(usize) -> Recompute; 2] = [
         |_| Recompute::Full,
-        |_| Recompute::Selective,
         |index| match index {
             2 => Recompute::Full,
             _ => Recompute::None,
@@ -316,40 +319,32 @@ impl Drop for KeptProduct {
     }
 }
 
-/// (xs * scale)², which keeps the product unless it is told to forget it.
+/// (xs * scale)², which keeps the product.
 #[derive(Clone)]
 struct Squared(Tensor, Arc<Counts>);
 
 impl Layer for Squared {
-    type Saved = (Tensor, Option<KeptProduct>);
+    type Saved = (Tensor, KeptProduct);
 
-    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, Self::Saved)> {
+    fn forward(&self, xs: &Tensor, _pass: &Pass) -> Result<(Tensor, Self::Saved)> {
         self.1.forwards.fetch_add(1, Ordering::Relaxed);
         let product = xs.broadcast_mul(&self.0.detach())?;
         let saved = KeptProduct::new(&self.1, product.clone());
-        Ok((product.sqr()?, (xs.clone(), Some(saved))))
-    }
-
-    fn forget(&self, saved: &mut Self::Saved) {
-        saved.1 = None;
+        Ok((product.sqr()?, (xs.clone(), saved)))
     }
 
     fn backward(
         &self,
         (xs, kept): Self::Saved,
         dy: &Tensor,
+        _pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>> {
         let scale = self.0.detach();
-        let product = match &kept {
-            Some(kept) => kept.1.clone(),
-            None => xs.broadcast_mul(&scale)?,
-        };
-        let dproduct = (dy * (product * 2.0)?)?;
+        let dproduct = (dy * (&kept.1 * 2.0)?)?;
         let dscale = (&dproduct * xs)?.sum((0, 1))?;
-        gradients.write(&self.0, &mut |dst, add| {
-            candle_ops::add_into(dst, add, &dscale)
-        })?;
+        let grad = move |dst: &Tensor, add| candle_ops::add_into(dst, add, &dscale);
+        gradients.put(&self.0, Box::new(grad))?;
         dproduct.broadcast_mul(&scale).map(Some)
     }
 
@@ -366,7 +361,7 @@ fn each_mode_keeps_what_it_says_and_runs_forward_as_often() {
             let vb = ParamStore::init(5)
                 .with_data_parallel(UNREDUCED)
                 .builder(DType::F32, &device());
-            let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
+            let part = ModelPart::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
                 1 | 2 => {
                     let init = candle_nn::Init::Const(index as f64);
                     let scale = vb.pp(index).get(HIDDEN, "scale", init)?;
@@ -374,11 +369,11 @@ fn each_mode_keeps_what_it_says_and_runs_forward_as_often() {
                 }
                 _ => block(index, &mesh.tp, [true; 4], vb),
             })?;
-            let stage = stage.with_recompute(|_| recompute);
-            let mut gradients = Gradients::new(stage.params(), &mesh)?;
+            let part = part.with_recompute(|_| recompute);
+            let mut gradients = Gradients::new(part.params(), &mesh)?;
             let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
-            pipeline.forward_backward(&stage, &micro_batches()?, &mut gradients)?;
-            let values = (0..stage.params().len()).map(|index| floats(&gradients.get(index)?));
+            pipeline.forward_backward(&part, &micro_batches()?, &mut gradients)?;
+            let values = (0..part.params().len()).map(|index| floats(&gradients.get(index)?));
             let [most_kept, forwards] =
                 [&counts.most_kept, &counts.forwards].map(|count| count.load(Ordering::Relaxed));
             Ok::<_, candle_core::Error>((most_kept, forwards, values.collect::<Result<Vec<_>>>()?))
@@ -386,11 +381,9 @@ fn each_mode_keeps_what_it_says_and_runs_forward_as_often() {
         // Two blocks, two micro-batches, all forward passes first.
         let (most_kept, forwards, kept) = run(Recompute::None)?;
         assert_eq!((most_kept, forwards), (4, 4));
-        for (mode, want) in [(Recompute::Selective, (1, 4)), (Recompute::Full, (1, 8))] {
-            let (most_kept, forwards, gradients) = run(mode)?;
-            assert_eq!((most_kept, forwards), want, "{mode:?}");
-            assert!(gradients == kept, "{mode:?}: other bits");
-        }
+        let (most_kept, forwards, gradients) = run(Recompute::Full)?;
+        assert_eq!((most_kept, forwards), (1, 8));
+        assert!(gradients == kept, "other bits");
         Ok(())
     });
 }
@@ -399,7 +392,7 @@ fn each_mode_keeps_what_it_says_and_runs_forward_as_often() {
 struct Dropout(Tensor);
 
 impl PlainBlock for Dropout {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+    fn forward(&self, xs: &Tensor, _pass: &Pass) -> Result<Tensor> {
         let mask = Tensor::rand(0f32, 1f32, xs.dims(), xs.device())?;
         xs.broadcast_mul(&self.0)?.mul(&mask)
     }
@@ -412,17 +405,17 @@ fn a_block_that_draws_other_numbers_when_it_runs_again_is_an_error_with_its_inde
             let vb = ParamStore::init(5)
                 .with_data_parallel(UNREDUCED)
                 .builder(DType::F32, &device());
-            let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
+            let part = ModelPart::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
                 2 => {
                     let weight = vb.get(HIDDEN, "scale", candle_nn::Init::Const(1.0))?;
                     Ok(plain_block(Dropout(weight)))
                 }
                 _ => block(index, &mesh.tp, [true; 4], vb),
             })?;
-            let stage = stage.with_recompute(recompute);
-            let mut gradients = Gradients::new(stage.params(), &mesh)?;
+            let part = part.with_recompute(recompute);
+            let mut gradients = Gradients::new(part.params(), &mesh)?;
             let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
-            pipeline.forward_backward(&stage, &micro_batches()?, &mut gradients)
+            pipeline.forward_backward(&part, &micro_batches()?, &mut gradients)
         };
         let said = message(run(|_| Recompute::Full));
         assert_says(&said, &["block 2", "run again", "with_recompute"]);
@@ -440,13 +433,13 @@ fn a_weight_that_is_no_parameter_is_an_error() {
         let vb = ParamStore::init(5)
             .with_data_parallel(UNREDUCED)
             .builder(DType::F32, &device());
-        let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| {
+        let part = ModelPart::build(&mesh, &vb, 4, HIDDEN, |index, vb| {
             block(index, &mesh.tp, [true; 4], vb)
         })?;
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let foreign = candle_core::Var::zeros((2, 3), DType::F32, &device())?;
-        let said = message(gradients.write(foreign.as_tensor(), &mut |_, _| Ok(())));
-        assert_says(&said, &["[2, 3]", "none of this stage's parameters"]);
+        let said = message(gradients.put(foreign.as_tensor(), Box::new(|_, _| Ok(()))));
+        assert_says(&said, &["[2, 3]", "no parameter of this model"]);
         Ok(())
     });
 }
@@ -458,11 +451,17 @@ struct Forgetful(Tensor);
 impl Layer for Forgetful {
     type Saved = ();
 
-    fn forward_saving(&self, xs: &Tensor) -> Result<(Tensor, ())> {
+    fn forward(&self, xs: &Tensor, _: &Pass) -> Result<(Tensor, ())> {
         Ok((xs.broadcast_mul(&self.0.detach())?, ()))
     }
 
-    fn backward(&self, _: (), dy: &Tensor, _: &mut dyn GradientSink) -> Result<Option<Tensor>> {
+    fn backward(
+        &self,
+        _: (),
+        dy: &Tensor,
+        _: &Pass,
+        _: &mut dyn GradientSink,
+    ) -> Result<Option<Tensor>> {
         dy.broadcast_mul(&self.0.detach()).map(Some)
     }
 
@@ -477,7 +476,7 @@ fn a_forgotten_gradient_is_an_error_with_the_name_of_the_parameter() {
         let vb = ParamStore::init(5)
             .with_data_parallel(UNREDUCED)
             .builder(DType::F32, &device());
-        let stage = Stage::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
+        let part = ModelPart::build(&mesh, &vb, 4, HIDDEN, |index, vb| match index {
             2 => {
                 let weight = vb
                     .pp("scale")
@@ -486,9 +485,9 @@ fn a_forgotten_gradient_is_an_error_with_the_name_of_the_parameter() {
             }
             _ => block(index, &mesh.tp, [true; 4], vb),
         })?;
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
-        let passes = pipeline.forward_backward(&stage, &micro_batches()?, &mut gradients);
+        let passes = pipeline.forward_backward(&part, &micro_batches()?, &mut gradients);
         assert_says(
             &message(passes),
             &["block 2", "scale.weight", "got no gradient"],

@@ -12,7 +12,7 @@ use tempfile::{TempDir, tempdir};
 use crate::chain::Chain;
 use crate::check::{assert_says, message, on_mesh};
 use crate::folder::{edit_file, read_folder};
-use crate::save_exact::{Layout, folder, layouts_and_stages, narrow, optimizer, stage, step, to};
+use crate::save_exact::{Layout, folder, layouts_and_stages, narrow, optimizer, part, step, to};
 
 const FROZEN: [&str; 2] = ["layers.1", "bias"];
 const DTYPES: [Option<DType>; 3] = [None, Some(DType::F16), Some(DType::F32)];
@@ -43,11 +43,11 @@ fn run(chain: Chain, input: Option<&Path>, (layout, zero): (Layout, ZeroStage)) 
         };
         let store = store.with_data_parallel(zero);
         let store = store.freeze(|name| FROZEN.iter().any(|part| name.contains(part)));
-        let stage = stage(chain, &mesh, store)?;
+        let stage = part(chain, &mesh, store)?;
         let mut optimizer = optimizer(&stage, &mesh)?;
         step(&stage, &mesh, &mut optimizer)?;
         step(&stage, &mesh, &mut optimizer)?;
-        let saver = CheckpointSaver::new(&mesh.world, (&dir.path().join("saves"), 1), None)?;
+        let saver = CheckpointSaver::new(&mesh.world, &dir.path().join("saves"), 1, None)?;
         let mut saver = saver.with_sidecars(sidecars());
         saver.start(&optimizer, 2, json!(null))?;
         saver.finish()?.unwrap().saved.unwrap();

@@ -2,13 +2,14 @@
 
 use candle_comm::Mesh;
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_parallel::checkpoint::{CheckpointSaver, TrainingCheckpoint};
 use candle_parallel::{
     AdamWConfig, ColumnParallelLinear, DataParallel, DistributedOptimizer, Gradients, LoraConfig,
-    MemoryCategory, MicroBatch, ParamStore, Pipeline, PlainBlock, RowParallelLinear, Schedule,
-    Shard, Stage, WEIGHT_INIT, WeightFormat, ZeroStage, column_parallel_linear, layer_block,
-    plain_block, row_parallel_linear, vocab_parallel_cross_entropy, vocab_parallel_embedding,
+    Loss, MemoryCategory, ModelPart, ParamStore, Pass, Pipeline, PlainBlock, PlainHead,
+    RowParallelLinear, Schedule, Shard, WEIGHT_INIT, WeightFormat, ZeroStage,
+    column_parallel_linear, in_graph, layer_block, plain_block, plain_head, row_parallel_linear,
+    vocab_parallel_cross_entropy, vocab_parallel_embedding,
 };
 
 use crate::check::{assert_says, message, on_mesh};
@@ -20,27 +21,25 @@ const INNER: usize = 512;
 struct Mlp(ColumnParallelLinear, RowParallelLinear);
 
 impl PlainBlock for Mlp {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        xs + self.1.forward(&self.0.forward(xs)?.gelu()?)?
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        xs + in_graph(&self.1, &in_graph(&self.0, xs, pass)?.gelu()?, pass)?
     }
 }
 
 struct Head(ColumnParallelLinear, Shard, Mesh);
 
-impl PlainBlock for Head {
-    fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-        let logits = self.0.forward(xs)?.flatten_to(1)?;
-        let Some(targets) = &batch.targets else {
-            bail!("no targets");
-        };
-        let targets = targets.flatten_all()?;
-        vocab_parallel_cross_entropy(&logits, &targets, &self.1, &self.2.tp)?.sum_all()
+impl PlainHead for Head {
+    fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
+        let logits = in_graph(&self.0, xs, pass)?.flatten_to(1)?;
+        let targets = pass.targets()?.flatten_all()?;
+        let losses = vocab_parallel_cross_entropy(&logits, &targets, &self.1, &self.2.tp)?;
+        Ok(Loss::new(losses.sum_all()?, pass.num_targets()? as f64))
     }
 }
 
-fn stage(mesh: &Mesh, store: &ParamStore) -> Result<Stage> {
+fn part(mesh: &Mesh, store: &ParamStore) -> Result<ModelPart> {
     let vb = store.builder(DType::F32, mesh.world.device());
-    Stage::build(mesh, &vb, 4, HIDDEN, |index, vb| {
+    ModelPart::build(mesh, &vb, 4, HIDDEN, |index, vb| {
         let vb = vb.pp("blocks").pp(index);
         Ok(match index {
             0 => layer_block(vocab_parallel_embedding(VOCAB, HIDDEN, &mesh.tp, vb)?),
@@ -48,7 +47,7 @@ fn stage(mesh: &Mesh, store: &ParamStore) -> Result<Stage> {
                 column_parallel_linear(HIDDEN, INNER, true, &mesh.tp, vb.pp("up"))?,
                 row_parallel_linear(INNER, HIDDEN, true, &mesh.tp, vb.pp("down"))?,
             )),
-            _ => plain_block(Head(
+            _ => plain_head(Head(
                 column_parallel_linear(HIDDEN, VOCAB, false, &mesh.tp, vb)?,
                 Shard::even(0, VOCAB, &mesh.tp)?,
                 mesh.clone(),
@@ -66,21 +65,16 @@ fn store() -> ParamStore {
 }
 
 /// The losses and norms of three steps.
-fn trained(mesh: &Mesh, stage: &Stage) -> Result<Vec<(f64, f64)>> {
+fn trained(mesh: &Mesh, part: &ModelPart) -> Result<Vec<(f64, f64)>> {
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
-    let mut gradients = Gradients::new(stage.params(), mesh)?;
+    let mut gradients = Gradients::new(part.params(), mesh)?;
     let config = AdamWConfig::default();
-    let mut optimizer = DistributedOptimizer::adamw(stage.params(), mesh, config)?;
+    let mut optimizer = DistributedOptimizer::adamw(part.params(), mesh, config)?;
     let tokens = Tensor::arange(0u32, 24, &Device::Cpu)?.reshape((3, 8))?;
     let targets = Tensor::arange(11u32, 35, &Device::Cpu)?.reshape((3, 8))?;
-    let batch = MicroBatch {
-        tokens,
-        targets: Some(targets),
-        documents: None,
-        past: None,
-    };
+    let batch = Pass::train(tokens, targets);
     let step = |_| {
-        pipeline.forward_backward(stage, std::slice::from_ref(&batch), &mut gradients)?;
+        pipeline.forward_backward(part, std::slice::from_ref(&batch), &mut gradients)?;
         let report = optimizer.step(&mut gradients, 3e-2, Some(1.0))?;
         Ok((report.loss.mean, report.grad_norm))
     };
@@ -100,8 +94,8 @@ fn blocks_train_as_the_values_that_they_stand_for() {
         (WeightFormat::Q8_0, GgmlDType::Q8_0),
     ] {
         let reference = on_mesh((1, 1, 1), |mesh| {
-            let stage = stage(&mesh, &store())?;
-            let params = stage.params();
+            let part = part(&mesh, &store())?;
+            let params = part.params();
             for (index, param) in params.iter().enumerate() {
                 let is_weight = !param.is_adapter && param.global_shape.rank() == 2;
                 let is_inner = param.blocks.iter().all(|block| [1, 2].contains(block));
@@ -110,7 +104,7 @@ fn blocks_train_as_the_values_that_they_stand_for() {
                     params.refill(index, &rounded(&param.values()?, form)?)?;
                 }
             }
-            trained(&mesh, &stage)
+            trained(&mesh, &part)
         });
         for (layout, zero, tile_linears) in [
             ((1, 1, 1), ZeroStage::One, 1),
@@ -128,7 +122,7 @@ fn blocks_train_as_the_values_that_they_stand_for() {
                 let store = store()
                     .with_data_parallel(replicas)
                     .with_frozen_format(format);
-                trained(&mesh, &stage(&mesh, &store)?)
+                trained(&mesh, &part(&mesh, &store)?)
             });
             for (ours, expected) in ranks[0].iter().zip(&reference[0]) {
                 // Losses and gradients as everywhere; AdamW has amplified both by its second and third step.
@@ -147,9 +141,9 @@ fn blocks_train_as_the_values_that_they_stand_for() {
 fn a_rank_holds_the_bits_of_the_form_and_no_gradient_of_the_base() {
     let bytes = |format| {
         on_mesh((1, 1, 1), |mesh| {
-            let stage = stage(&mesh, &store().with_frozen_format(format))?;
-            trained(&mesh, &stage)?;
-            let report = stage.params().meter().report();
+            let part = part(&mesh, &store().with_frozen_format(format))?;
+            trained(&mesh, &part)?;
+            let report = part.params().meter().report();
             let of = |category| report.of(category).peak as usize;
             let optimizer = of(MemoryCategory::Optimizer);
             assert_eq!(of(MemoryCategory::Gradients) * 2, optimizer);
@@ -184,11 +178,7 @@ fn a_large_weight_is_unpacked_in_several_tiles() {
     let vb = store.builder(DType::F32, &Device::Cpu);
     let (rows, columns) = (1500, 4096);
     let all = 0..rows;
-    let shard = Shard {
-        dim: 0,
-        range: all.clone(),
-        global: rows,
-    };
+    let shard = Shard::new(0, all.clone(), rows);
     let weight = vb
         .get_tiled((rows, columns), "weight", shard, WEIGHT_INIT)
         .unwrap();
@@ -212,7 +202,7 @@ fn a_large_weight_is_unpacked_in_several_tiles() {
 fn blocks_that_a_layout_cuts_are_refused() {
     let refused = on_mesh((1, 1, 4), |mesh| {
         let store = store().with_frozen_format(WeightFormat::Q4K);
-        Ok(message(stage(&mesh, &store)))
+        Ok(message(part(&mesh, &store)))
     });
     assert_says(
         &refused[0],
@@ -239,15 +229,15 @@ fn a_random_base_in_blocks_is_neither_lost_nor_misread() {
             Some(format) => store.with_frozen_format(format),
             None => store,
         };
-        let stage = stage(mesh, &store)?;
-        let optimizer = DistributedOptimizer::adamw(stage.params(), mesh, AdamWConfig::default())?;
-        Ok::<_, candle_core::Error>((stage, optimizer))
+        let part = part(mesh, &store)?;
+        let optimizer = DistributedOptimizer::adamw(part.params(), mesh, AdamWConfig::default())?;
+        Ok::<_, candle_core::Error>((part, optimizer))
     };
     on_mesh((1, 1, 1), |mesh| {
         let save = |name: &str, format| {
             let (_, optimizer) = optimizer(&mesh, 5, format)?;
             let folder = dir.path().join(name);
-            let mut saver = CheckpointSaver::new(&mesh.world, (&folder, 1), None)?;
+            let mut saver = CheckpointSaver::new(&mesh.world, &folder, 1, None)?;
             saver.start(&optimizer, 1, serde_json::Value::Null)?;
             Ok::<_, candle_core::Error>(saver.finish()?.unwrap().saved)
         };

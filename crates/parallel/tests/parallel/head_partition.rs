@@ -30,25 +30,29 @@ fn every_head_has_one_rank_and_every_rank_what_it_reads() {
             for rank in &by_rank {
                 let partition = &rank[case].2;
                 let (query, key_value) = (&partition.query, &partition.key_value);
-                assert_eq!(query.range.start, next_query, "{what}");
+                assert_eq!(query.start(), next_query, "{what}");
                 assert!(!query.is_empty(), "{what}");
-                next_query = query.range.end;
-                assert_eq!((query.global, key_value.global), (heads, kv), "{what}");
+                next_query = query.start() + query.len();
+                assert_eq!((query.global(), key_value.global()), (heads, kv), "{what}");
 
                 // In rank order no key/value head is left out.
-                assert!(key_value.range.start <= next_held, "{what}");
-                next_held = next_held.max(key_value.range.end);
+                assert!(key_value.start() <= next_held, "{what}");
+                next_held = next_held.max(key_value.start() + key_value.len());
 
                 // What the local query heads read, by the model's definition, is what is held: no more, no less.
                 let groups = partition.groups;
                 groups.validate(query.len(), key_value.len()).unwrap();
-                let reads = |head: usize| key_value.range.start + groups.kv_head(head);
+                let reads = |head: usize| key_value.start() + groups.kv_head(head);
                 for head in 0..query.len() {
-                    let expected = (query.range.start + head) / (heads / kv);
+                    let expected = (query.start() + head) / (heads / kv);
                     assert_eq!(reads(head), expected, "{what}");
                 }
-                assert_eq!(reads(0), key_value.range.start, "{what}");
-                assert_eq!(reads(query.len() - 1) + 1, key_value.range.end, "{what}");
+                assert_eq!(reads(0), key_value.start(), "{what}");
+                assert_eq!(
+                    reads(query.len() - 1) + 1,
+                    key_value.start() + key_value.len(),
+                    "{what}"
+                );
             }
             assert_eq!((next_query, next_held), (heads, kv), "{what}");
         }

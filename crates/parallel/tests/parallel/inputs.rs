@@ -1,9 +1,7 @@
 //! Ranks of a replica that are given different micro-batches are told so in the first step.
 
 use candle_core::{Result, Tensor};
-use candle_parallel::{
-    Gradients, MicroBatch, ParamStore, PassReport, Pipeline, Schedule, ZeroStage,
-};
+use candle_parallel::{Gradients, ParamStore, Pass, PassReport, Pipeline, Schedule, ZeroStage};
 
 use crate::chain::Chain;
 use crate::check::{assert_says, message, on_mesh};
@@ -12,18 +10,18 @@ use crate::check::{assert_says, message, on_mesh};
 fn step(
     layout: (usize, usize, usize),
     zero: ZeroStage,
-    change: impl Fn(&mut Vec<MicroBatch>) -> Result<()> + Sync,
+    change: impl Fn(&mut Vec<Pass>) -> Result<()> + Sync,
 ) -> Vec<Result<PassReport>> {
     on_mesh(layout, |mesh| {
         let chain = Chain::default();
-        let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let part = chain.part(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let mut batches = chain.micro_batches(10 * mesh.dp.rank() as u64, 3)?;
         if mesh.world.rank() == 1 {
             change(&mut batches)?;
         }
-        Ok(pipeline.forward_backward(&stage, &batches, &mut gradients))
+        Ok(pipeline.forward_backward(&part, &batches, &mut gradients))
     })
 }
 
@@ -50,7 +48,7 @@ fn another_number_of_micro_batches() {
 
 #[test]
 fn replicas_with_unequal_numbers_of_micro_batches() {
-    let drop_one = |batches: &mut Vec<MicroBatch>| batches.pop().map_or(Ok(()), |_| Ok(()));
+    let drop_one = |batches: &mut Vec<Pass>| batches.pop().map_or(Ok(()), |_| Ok(()));
     for zero in [ZeroStage::Two, ZeroStage::Three] {
         for result in step((1, 3, 1), zero, drop_one) {
             let words = ["replicas", "rank 0 has 3, rank 1 has 2", "hint", "ZeRO-1"];
@@ -65,22 +63,28 @@ fn replicas_with_unequal_numbers_of_micro_batches() {
 fn other_tokens_targets_and_shapes() {
     for layout in [(2, 1, 1), (1, 1, 2)] {
         let tokens = step(layout, ZeroStage::One, |batches| {
-            batches[1].tokens = with_another_id(&batches[1].tokens)?;
+            batches[1] = Pass::train(
+                with_another_id(batches[1].inputs())?,
+                batches[1].targets()?.clone(),
+            );
             Ok(())
         });
         for result in tokens {
-            assert_says(&message(result), &["the tokens of micro-batch 1 differ"]);
+            assert_says(&message(result), &["the inputs of micro-batch 1 differ"]);
         }
         let targets = step(layout, ZeroStage::One, |batches| {
-            let targets = batches[2].targets.as_ref().unwrap();
-            batches[2].targets = Some(with_another_id(targets)?);
+            let targets = with_another_id(batches[2].targets()?)?;
+            batches[2] = Pass::train(batches[2].inputs().clone(), targets);
             Ok(())
         });
         for result in targets {
             assert_says(&message(result), &["the targets of micro-batch 2 differ"]);
         }
         let shapes = step(layout, ZeroStage::One, |batches| {
-            batches[0].tokens = batches[0].tokens.narrow(1, 0, 2)?;
+            batches[0] = Pass::train(
+                batches[0].inputs().narrow(1, 0, 2)?,
+                batches[0].targets()?.clone(),
+            );
             Ok(())
         });
         for result in shapes {
@@ -94,7 +98,10 @@ fn other_tokens_targets_and_shapes() {
 fn replicas_have_data_of_their_own() {
     // Rank 1 is the second replica.
     let results = step((1, 2, 1), ZeroStage::Three, |batches| {
-        batches[0].tokens = with_another_id(&batches[0].tokens)?;
+        batches[0] = Pass::train(
+            with_another_id(batches[0].inputs())?,
+            batches[0].targets()?.clone(),
+        );
         Ok(())
     });
     assert!(results.iter().all(Result::is_ok));

@@ -1,15 +1,24 @@
 //! Column- and row-parallel linear layers against one matrix product: outputs and all gradients, uneven parts.
 
 use candle_comm::ProcessGroup;
-use candle_core::{Module, Result, Tensor, Var};
+use candle_core::{Result, Tensor, Var};
 use candle_parallel::regions::copy_to_tensor_parallel_region;
-use candle_parallel::{ColumnParallelLinear, RowParallelLinear};
+use candle_parallel::{ColumnParallelLinear, Layer, Pass, RowParallelLinear, in_graph};
 
 use crate::check::{assert_close, grads, own_part, random, var};
 use crate::device::on_ranks;
 
 const IN: usize = 5;
 const OUT: usize = 7;
+
+/// The layer in candle's graph, outside of any pass.
+fn graph<L>(layer: &L, xs: &Tensor) -> Result<Tensor>
+where
+    L: Layer + Clone + 'static,
+    L::Saved: Clone + Send + Sync + 'static,
+{
+    in_graph(layer, xs, &Pass::infer(xs.detach()))
+}
 
 struct Reference {
     x: Tensor,
@@ -56,10 +65,11 @@ fn check_column(tp: &ProcessGroup, whole: &Reference, in_region: bool) -> Result
     let bias = b.as_ref().map(|b| b.as_tensor().clone());
     let layer = ColumnParallelLinear::new(w.as_tensor().clone(), bias, tp.clone());
     let y = match in_region {
-        false => layer.forward(&x)?,
-        true => layer
-            .inside_region()
-            .forward(&copy_to_tensor_parallel_region(&x, tp)?)?,
+        false => graph(&layer, &x)?,
+        true => graph(
+            &layer.inside_region(),
+            &copy_to_tensor_parallel_region(&x, tp)?,
+        )?,
     };
     assert_close("y", &y, &own_part(&whole.y, 2, tp)?);
     let dy = own_part(&whole.dy, 2, tp)?;
@@ -96,7 +106,7 @@ fn row_parallel_equals_one_matrix() {
                 let b = whole.b.as_ref().map(var).transpose()?;
                 let bias = b.as_ref().map(|b| b.as_tensor().clone());
                 let layer = RowParallelLinear::new(w.as_tensor().clone(), bias, tp.clone());
-                let y = layer.forward(&x)?;
+                let y = graph(&layer, &x)?;
                 assert_close("y", &y, &whole.y);
                 let [dx, dw] = grads(&y, &whole.dy, [&x, &w])?;
                 assert_close("dx", &dx, &own_part(&whole.dx, 2, &tp)?);
@@ -124,7 +134,7 @@ fn a_column_after_a_row_is_a_product_of_two_matrices() {
             let x = var(&x)?;
             let up = ColumnParallelLinear::new(own_part(&w1, 0, &tp)?, None, tp.clone());
             let down = RowParallelLinear::new(own_part(&w2, 1, &tp)?, None, tp.clone());
-            let mine = down.forward(&up.forward(&x)?.tanh()?)?;
+            let mine = graph(&down, &graph(&up, &x)?.tanh()?)?;
             assert_close("y", &mine, &y);
             assert_close("dx", &grads(&mine, &dy, [&x])?[0], &dx);
             Ok(())
@@ -138,15 +148,15 @@ fn constants_get_no_gradient() {
         let x = var(&random(1, (3, 4))?)?;
         let w = random(2, (5, 4))?;
         let column = ColumnParallelLinear::new(own_part(&w, 0, &tp)?, None, tp.clone());
-        let store = column.forward(&x)?.sum_all()?.backward()?;
+        let store = graph(&column, &x)?.sum_all()?.backward()?;
         assert!(store.get(column.weight()).is_none());
         assert!(store.get(&x).is_some());
         let row = RowParallelLinear::new(random(3, (5, 4))?, None, tp.clone());
-        let store = row.forward(&x)?.sum_all()?.backward()?;
+        let store = graph(&row, &x)?.sum_all()?.backward()?;
         assert!(store.get(row.weight()).is_none());
         // Nothing tracked at all: no graph.
-        assert!(!column.forward(&x.as_detached_tensor())?.track_op());
-        assert!(!row.forward(&x.as_detached_tensor())?.track_op());
+        assert!(!graph(&column, &x.as_detached_tensor())?.track_op());
+        assert!(!graph(&row, &x.as_detached_tensor())?.track_op());
         Ok(())
     });
 }

@@ -6,8 +6,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::Init;
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::{
-    DataParallel, Gradients, MicroBatch, ParamStore, PlainBlock, Shard, Stage, ZeroStage,
-    linear_cross_entropy, linear_predictions, plain_block,
+    DataParallel, Gradients, Loss, ModelPart, ParamStore, Pass, PlainBlock, PlainHead, Shard,
+    ZeroStage, linear_cross_entropy, linear_predictions, plain_block, plain_head,
 };
 
 use crate::chain::one_target;
@@ -21,8 +21,14 @@ const LOSS_SCALE: f64 = 0.25;
 struct Link;
 
 impl PlainBlock for Link {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+    fn forward(&self, xs: &Tensor, _pass: &Pass) -> Result<Tensor> {
         Ok(xs.clone())
+    }
+}
+
+impl PlainHead for Link {
+    fn loss(&self, xs: &Tensor, _pass: &Pass) -> Result<Loss> {
+        Ok(Loss::new(xs.sum_all()?, 1.0))
     }
 }
 
@@ -50,18 +56,21 @@ fn run(
         .builder(DType::F32, &device());
     let shard = Shard::even(0, vocab, &mesh.tp)?;
     let weight = std::cell::RefCell::new(None);
-    let stage = Stage::build(mesh, &vb, 2, HIDDEN, |index, vb| {
+    let part = ModelPart::build(mesh, &vb, 2, HIDDEN, |index, vb| {
         let stdev = 1.0;
         let init = Init::Randn { mean: 0.0, stdev };
         if index == 1 {
             let shape = (vocab, HIDDEN);
             weight.replace(Some(vb.get_tiled(shape, "weight", shard.clone(), init)?));
         }
-        Ok(plain_block(Link))
+        Ok(match index {
+            0 => plain_block(Link),
+            _ => plain_head(Link),
+        })
     })?;
     let weight = weight.take().unwrap();
     assert_eq!(weight.is_tiled(), tile_linears > 1);
-    let mut gradients = Gradients::new(stage.params(), mesh)?;
+    let mut gradients = Gradients::new(part.params(), mesh)?;
     let xs = here(xs)?;
     let predictions = linear_predictions(&xs, &weight, targets, &shard, &mesh.tp)?;
     let (loss, dx) = linear_cross_entropy(
@@ -76,9 +85,12 @@ fn run(
     Ok((
         loss.to_scalar::<f64>()?,
         floats(&dx)?,
-        floats(&stage.params().values(0)?)?,
+        floats(&part.params().values(0)?)?,
         floats(&gradient_of_one_replica(&mut gradients, mesh)?)?,
-        predictions.to_vec1()?,
+        predictions
+            .iter()
+            .map(|number| number.to_scalar())
+            .collect::<Result<_>>()?,
     ))
 }
 

@@ -3,12 +3,12 @@
 use std::sync::{Arc, Mutex};
 
 use candle_comm::Mesh;
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::{
-    ColumnParallelLinear, Gradients, LoraConfig, LoraTargets, LowRank, MicroBatch, ParamStore,
-    Pipeline, PlainBlock, Schedule, Shard, Stage, WEIGHT_INIT, WeightFormat,
-    column_parallel_linear, in_graph, plain_block,
+    ColumnParallelLinear, Gradients, LoraConfig, LoraTargets, Loss, LowRank, ModelPart, ParamStore,
+    Pass, Pipeline, PlainBlock, PlainHead, Schedule, Shard, WEIGHT_INIT, WeightFormat,
+    column_parallel_linear, in_graph, plain_block, plain_head,
 };
 
 use crate::check::{assert_close, assert_says, grads, message, random, single_mesh, var};
@@ -20,7 +20,7 @@ const WIDTH: usize = 64;
 struct Ones;
 
 impl PlainBlock for Ones {
-    fn forward(&self, tokens: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+    fn forward(&self, tokens: &Tensor, _pass: &Pass) -> Result<Tensor> {
         let (b, t) = tokens.dims2()?;
         Tensor::ones((b, t, WIDTH), DType::F32, &device())
     }
@@ -30,8 +30,8 @@ impl PlainBlock for Ones {
 struct Seen(ColumnParallelLinear, Arc<Mutex<Vec<Tensor>>>);
 
 impl PlainBlock for Seen {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        let ys = self.0.forward(xs)?;
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        let ys = in_graph(&self.0, xs, pass)?;
         self.1.lock().unwrap().push(ys.detach());
         Ok(ys)
     }
@@ -39,14 +39,14 @@ impl PlainBlock for Seen {
 
 struct Sum;
 
-impl PlainBlock for Sum {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        xs.sum_all()
+impl PlainHead for Sum {
+    fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
+        Ok(Loss::new(xs.sum_all()?, pass.num_targets()? as f64))
     }
 }
 
 /// A model of one linear layer that gives what its adapter's dropout leaves of its input, ones; and what it gives in each pass.
-fn dropping(mesh: &Mesh, dropout: f64) -> Result<(Stage, Arc<Mutex<Vec<Tensor>>>)> {
+fn dropping(mesh: &Mesh, dropout: f64) -> Result<(ModelPart, Arc<Mutex<Vec<Tensor>>>)> {
     let lora = LoraConfig {
         rank: WIDTH,
         alpha: WIDTH as f64,
@@ -57,17 +57,17 @@ fn dropping(mesh: &Mesh, dropout: f64) -> Result<(Stage, Arc<Mutex<Vec<Tensor>>>
     let vb = ParamStore::init(0)
         .with_lora(lora)?
         .builder(DType::F32, &device());
-    let stage = Stage::build(mesh, &vb, 3, WIDTH, |index, vb| {
+    let part = ModelPart::build(mesh, &vb, 3, WIDTH, |index, vb| {
         Ok(match index {
             0 => plain_block(Ones),
             1 => {
                 let layer = column_parallel_linear(WIDTH, WIDTH, false, &mesh.tp, vb.pp("layer"))?;
                 plain_block(Seen(layer, seen.clone()))
             }
-            _ => plain_block(Sum),
+            _ => plain_head(Sum),
         })
     })?;
-    let params = stage.params();
+    let params = part.params();
     for (index, param) in params.iter().enumerate() {
         let values = match param.is_adapter {
             true => Tensor::eye(WIDTH, DType::F32, &device())?,
@@ -75,11 +75,11 @@ fn dropping(mesh: &Mesh, dropout: f64) -> Result<(Stage, Arc<Mutex<Vec<Tensor>>>
         };
         params.refill(index, &values)?;
     }
-    Ok((stage, seen))
+    Ok((part, seen))
 }
 
 /// Sequences of these tokens, each with the next one as its target, padded to `len`.
-fn batch(sequences: &[&[u32]], len: usize) -> Result<MicroBatch> {
+fn batch(sequences: &[&[u32]], len: usize) -> Result<Pass> {
     let (mut tokens, mut targets) = (Vec::new(), Vec::new());
     for sequence in sequences {
         for position in 0..len {
@@ -89,23 +89,21 @@ fn batch(sequences: &[&[u32]], len: usize) -> Result<MicroBatch> {
         }
     }
     let shape = (sequences.len(), len);
-    Ok(MicroBatch {
-        tokens: Tensor::from_vec(tokens, shape, &Device::Cpu)?,
-        targets: Some(Tensor::from_vec(targets, shape, &Device::Cpu)?),
-        documents: None,
-        past: None,
-    })
+    Ok(Pass::train(
+        Tensor::from_vec(tokens, shape, &Device::Cpu)?,
+        Tensor::from_vec(targets, shape, &Device::Cpu)?,
+    ))
 }
 
 #[test]
 fn dropout_depends_on_what_is_trained_on_alone() {
     let mesh = single_mesh();
-    let (stage, seen) = dropping(&mesh, 0.25).unwrap();
-    let run = |batch: MicroBatch| -> Tensor {
-        let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
+    let (part, seen) = dropping(&mesh, 0.25).unwrap();
+    let run = |batch: Pass| -> Tensor {
+        let mut gradients = Gradients::new(part.params(), &mesh).unwrap();
         let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
         pipeline
-            .forward_backward(&stage, &[batch], &mut gradients)
+            .forward_backward(&part, &[batch], &mut gradients)
             .unwrap();
         seen.lock().unwrap().pop().unwrap()
     };
@@ -141,7 +139,7 @@ fn dropout_depends_on_what_is_trained_on_alone() {
             != of_b
     );
     let mut optimizer =
-        candle_parallel::DistributedOptimizer::adamw(stage.params(), &mesh, Default::default())
+        candle_parallel::DistributedOptimizer::adamw(part.params(), &mesh, Default::default())
             .unwrap();
     optimizer.set_num_steps(1);
     assert!(
@@ -153,7 +151,8 @@ fn dropout_depends_on_what_is_trained_on_alone() {
             != of_b
     );
     let one = batch(&[&b], 40).unwrap();
-    stage.infer(None, &one).unwrap();
+    let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
+    pipeline.evaluate(&part, [Ok(one)]).unwrap();
     let inferred = seen.lock().unwrap().pop().unwrap();
     let inferred: Vec<f32> = inferred.flatten_all().unwrap().to_vec1().unwrap();
     assert!(inferred.iter().all(|value| *value == 1.0));
@@ -200,7 +199,7 @@ fn a_layer_with_an_adapter_has_the_gradients_of_its_formula() {
         .unwrap();
     let xs = var(&random(3, (2, 4, num_in)).unwrap()).unwrap();
     let of_ys = random(4, (2, 4, num_out)).unwrap();
-    let ys = in_graph(&layer, xs.as_tensor()).unwrap();
+    let ys = in_graph(&layer, xs.as_tensor(), &Pass::infer(xs.detach())).unwrap();
     let got = grads(&ys, &of_ys, [xs.as_tensor(), a, b]).unwrap();
 
     let [a, b] = [a, b].map(|matrix| var(&matrix.detach().copy().unwrap()).unwrap());
@@ -276,11 +275,7 @@ fn a_weight_in_fewer_bits_is_not_handed_out_whole() {
         .freeze(|_| true)
         .with_frozen_format(WeightFormat::BF16);
     let vb = store.builder(DType::F32, &device());
-    let shard = Shard {
-        dim: 0,
-        range: 0..4,
-        global: 4,
-    };
+    let shard = Shard::new(0, 0..4, 4);
     vb.get_tiled((4, 2), "weight", shard.clone(), WEIGHT_INIT)
         .unwrap();
     let whole = vb.get_placed((4, 2), "weight", shard, WEIGHT_INIT);
@@ -300,11 +295,7 @@ fn a_layer_of_ones_own_takes_an_adapter_from_the_builder() {
     };
     let store = ParamStore::init(0).with_lora(lora).unwrap();
     let vb = store.builder(DType::F32, &device());
-    let all = Shard {
-        dim: 0,
-        range: 0..6,
-        global: 6,
-    };
+    let all = Shard::new(0, 0..6, 6);
     for (name, is_target) in [
         ("a.b.c", true),
         ("b.c", true),
@@ -319,5 +310,11 @@ fn a_layer_of_ones_own_takes_an_adapter_from_the_builder() {
         .unwrap();
     let (xs, ys) = (random(1, (3, 4)).unwrap(), random(2, (3, 6)).unwrap());
     // B is zero.
-    assert_close("output", &adapter.forward_add(&ys, &xs).unwrap(), &ys);
+    assert_close(
+        "output",
+        &adapter
+            .forward_add(&ys, &xs, &Pass::infer(xs.clone()))
+            .unwrap(),
+        &ys,
+    );
 }

@@ -3,24 +3,24 @@
 use candle_comm::Mesh;
 use candle_core::{DType, Result, Tensor};
 use candle_parallel::{
-    AdamWConfig, DistributedOptimizer, Gradients, LossScaling, ParamStore, Pipeline, Schedule,
-    Stage, StepReport, ZeroStage,
+    AdamWConfig, DistributedOptimizer, Gradients, LossScaling, ModelPart, ParamStore, Pipeline,
+    Schedule, StepReport, ZeroStage,
 };
 
 use crate::chain::{Chain, local_bits, one_target};
 use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, random};
 use crate::device::device;
 
-fn stage(mesh: &Mesh, zero: ZeroStage) -> Result<Stage> {
+fn part(mesh: &Mesh, zero: ZeroStage) -> Result<ModelPart> {
     let chain = Chain {
         dtype: DType::F16,
         ..Chain::default()
     };
-    chain.stage(mesh, &ParamStore::init(5).with_data_parallel(zero))
+    chain.part(mesh, &ParamStore::init(5).with_data_parallel(zero))
 }
 
 struct Run {
-    stage: Stage,
+    part: ModelPart,
     gradients: Gradients,
     optimizer: DistributedOptimizer,
     mesh: Mesh,
@@ -28,16 +28,16 @@ struct Run {
 
 impl Run {
     fn new(mesh: &Mesh, zero: ZeroStage, scaling: Option<LossScaling>) -> Result<Self> {
-        let stage = stage(mesh, zero)?;
+        let part = part(mesh, zero)?;
         let config = AdamWConfig::default();
-        let optimizer = DistributedOptimizer::adamw(stage.params(), mesh, config)?;
+        let optimizer = DistributedOptimizer::adamw(part.params(), mesh, config)?;
         Ok(Self {
-            gradients: Gradients::new(stage.params(), mesh)?,
+            gradients: Gradients::new(part.params(), mesh)?,
             optimizer: match scaling {
                 Some(scaling) => optimizer.with_loss_scaling(scaling)?,
                 None => optimizer,
             },
-            stage,
+            part,
             mesh: mesh.clone(),
         })
     }
@@ -47,7 +47,7 @@ impl Run {
         let scale = self.optimizer.loss_scale();
         self.gradients.set_loss_scale(scale);
         let is_bad = overflow && self.mesh.dp.rank() == 1 && self.mesh.tp.rank() == 1;
-        for (index, param) in self.stage.params().iter().enumerate() {
+        for (index, param) in self.part.params().iter().enumerate() {
             let seed = 100 * seed + 10 * self.mesh.dp.rank() as u64 + index as u64;
             let mut grad = (random(seed, param.local_shape())? * scale)?;
             if is_bad && param.name == "layers.2.down.weight" {
@@ -90,8 +90,8 @@ fn an_overflow_on_one_rank_is_skipped_by_all_and_leaves_no_trace_but_the_scale()
                     assert_eq!(report, want, "step {step}");
                 }
                 assert_eq!(
-                    local_bits(&scaled.stage),
-                    local_bits(&plain.stage),
+                    local_bits(&scaled.part),
+                    local_bits(&plain.part),
                     "step {step}"
                 );
             }
@@ -111,9 +111,9 @@ fn an_overflow_without_a_scale_to_halve_is_an_error_that_names_the_parameter() {
         };
         let mut run = Run::new(&mesh, ZeroStage::One, Some(scaling))?;
         assert!(run.step(0, true)?.is_skipped);
-        let before = local_bits(&run.stage);
+        let before = local_bits(&run.part);
         let said = message(run.step(1, true));
-        assert_eq!(local_bits(&run.stage), before, "the weights moved");
+        assert_eq!(local_bits(&run.part), before, "the weights moved");
         Ok(said)
     });
     for said in said {
@@ -130,12 +130,12 @@ fn passes_scale_what_the_reduction_divides() {
     on_mesh((2, 1, 2), |mesh| {
         let mut norms = Vec::new();
         for scale in [1.0, 64.0] {
-            let stage = stage(&mesh, ZeroStage::One)?;
-            let mut gradients = Gradients::new(stage.params(), &mesh)?;
+            let part = part(&mesh, ZeroStage::One)?;
+            let mut gradients = Gradients::new(part.params(), &mesh)?;
             gradients.set_loss_scale(scale);
             let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
             let batches = Chain::default().micro_batches(1, 2)?;
-            pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+            pipeline.forward_backward(&part, &batches, &mut gradients)?;
             norms.push(gradients.reduce()?.norm());
         }
         assert!((norms[0] - norms[1]).abs() <= 1e-3 * norms[0], "{norms:?}");

@@ -31,21 +31,21 @@ fn bytes_held_equal_the_formulas() {
                 on_mesh((1, dp, 1), |mesh| {
                     let divides = divides.map(|divides| divides && dp > 1);
                     let store = ParamStore::init(5).with_data_parallel(zero);
-                    let stage = chain.stage(&mesh, &store)?;
-                    let mut gradients = Gradients::new(stage.params(), &mesh)?;
+                    let part = chain.part(&mesh, &store)?;
+                    let mut gradients = Gradients::new(part.params(), &mesh)?;
                     let config = AdamWConfig::default();
-                    let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+                    let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, config)?;
                     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
                     let batches = chain.micro_batches(mesh.dp.rank() as u64, 2)?;
-                    pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+                    pipeline.forward_backward(&part, &batches, &mut gradients)?;
                     optimizer.step(&mut gradients, 0.1, Some(1.0))?;
-                    stage.params().wait_for_updates()?;
+                    part.params().wait_for_updates()?;
 
                     let what = format!("{zero:?} dp {dp} {dtype:?}");
-                    let report = stage.params().meter().report();
-                    let blocks = padded_values(&stage, dp, 1);
+                    let report = part.params().meter().report();
+                    let blocks = padded_values(&part, dp, 1);
                     let padded: usize = blocks.iter().sum();
-                    let values = stage.params().num_global_values();
+                    let values = part.params().num_global_values();
                     // Only what is divided, and what lies in buckets, is padded.
                     let lens = [if divides[0] { padded } else { values }, padded, padded];
                     for (index, category) in [

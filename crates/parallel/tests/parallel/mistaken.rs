@@ -3,8 +3,8 @@
 use candle_comm::Mesh;
 use candle_core::{DType, Result};
 use candle_parallel::{
-    AdamWConfig, Block, DistributedOptimizer, Gradients, ParamBuilder, ParamStore, Pipeline,
-    Schedule, Stage, ZeroStage,
+    AdamWConfig, Block, DistributedOptimizer, Gradients, ModelPart, ParamBuilder, ParamStore,
+    Pipeline, Schedule, ZeroStage,
 };
 
 use crate::chain::{Chain, HIDDEN};
@@ -17,11 +17,11 @@ pub type Numbers = Vec<(f64, f64)>;
 pub fn build(
     mesh: &Mesh,
     store: &ParamStore,
-    own: impl Fn(usize, ParamBuilder) -> Result<Option<Box<dyn Block>>>,
-) -> Result<Stage> {
+    own: impl Fn(usize, ParamBuilder) -> Result<Option<Block>>,
+) -> Result<ModelPart> {
     let chain = Chain::default();
     let vb = store.builder(DType::F32, &device());
-    Stage::build(
+    ModelPart::build(
         mesh,
         &vb,
         chain.num_blocks(),
@@ -37,8 +37,8 @@ pub fn build(
 pub fn with_block(
     mesh: &Mesh,
     zero: ZeroStage,
-    block: impl Fn(ParamBuilder) -> Result<Box<dyn Block>>,
-) -> Result<Stage> {
+    block: impl Fn(ParamBuilder) -> Result<Block>,
+) -> Result<ModelPart> {
     let store = ParamStore::init(5).with_data_parallel(zero);
     build(mesh, &store, |index, vb| match index {
         2 => block(vb).map(Some),
@@ -47,17 +47,17 @@ pub fn with_block(
 }
 
 /// Trains on two micro-batches a step, which the replicas divide.
-pub fn train(mesh: &Mesh, stage: &Stage, num_steps: u64) -> Result<Numbers> {
+pub fn train(mesh: &Mesh, part: &ModelPart, num_steps: u64) -> Result<Numbers> {
     let config = AdamWConfig::default();
-    let mut optimizer = DistributedOptimizer::adamw(stage.params(), mesh, config)?;
-    let mut gradients = Gradients::new(stage.params(), mesh)?;
+    let mut optimizer = DistributedOptimizer::adamw(part.params(), mesh, config)?;
+    let mut gradients = Gradients::new(part.params(), mesh)?;
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
     let (rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
     let mut numbers = Numbers::new();
     for step in 0..num_steps {
         let batches = Chain::default().micro_batches(10 * step, 2)?;
         let own = &batches[rank * 2 / dp..(rank + 1) * 2 / dp];
-        pipeline.forward_backward(stage, own, &mut gradients)?;
+        pipeline.forward_backward(part, own, &mut gradients)?;
         let report = optimizer.step(&mut gradients, 0.05, Some(1.0))?;
         numbers.push((report.loss.mean, report.grad_norm));
     }

@@ -3,12 +3,12 @@
 use std::cell::RefCell;
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{DType, Module, Result, Tensor, Var};
+use candle_core::{DType, Result, Tensor, Var};
 use candle_nn::Init;
 use candle_parallel::{
-    Block, ColumnParallelLinear, Gradient, MicroBatch, ParamBuilder, ParamStore, Placement,
-    PlainBlock, RowParallelLinear, Shard, WEIGHT_INIT, ZeroStage, column_parallel_linear,
-    plain_block, regions, row_parallel_linear,
+    Block, ColumnParallelLinear, Gradient, Loss, ParamBuilder, ParamStore, Pass, Placement,
+    PlainBlock, PlainHead, RowParallelLinear, Shard, WEIGHT_INIT, ZeroStage,
+    column_parallel_linear, in_graph, plain_block, plain_head, regions, row_parallel_linear,
 };
 
 use crate::chain::HIDDEN;
@@ -20,20 +20,21 @@ struct Table(Tensor);
 struct Logits(Tensor);
 
 impl PlainBlock for Table {
-    fn forward(&self, tokens: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+    fn forward(&self, tokens: &Tensor, _pass: &Pass) -> Result<Tensor> {
         let (b, t) = tokens.dims2()?;
         let ids = tokens.flatten_all()?.to_device(self.0.device())?;
         self.0.index_select(&ids, 0)?.reshape((b, t, HIDDEN))
     }
 }
 
-impl PlainBlock for Logits {
-    fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
+impl PlainHead for Logits {
+    fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
         let logits = xs.flatten_to(1)?.matmul(&self.0.t()?)?;
-        let targets = batch.targets.as_ref().expect("targets").flatten_all()?;
+        let targets = pass.targets()?.flatten_all()?;
         let logs = candle_nn::ops::log_softmax(&logits, 1)?;
         let targets = targets.to_device(logits.device())?.unsqueeze(1)?;
-        logs.gather(&targets, 1)?.sum_all()?.neg()
+        let sum = logs.gather(&targets, 1)?.sum_all()?.neg()?;
+        Ok(Loss::new(sum, pass.num_targets()? as f64))
     }
 }
 
@@ -67,7 +68,7 @@ fn tied(layout: (usize, usize, usize), zero: ZeroStage, tie: Tie) -> Vec<Result<
         };
         let stage = build(&mesh, &store, |index, vb| match index {
             0 => Ok(Some(plain_block(Table(weight(&vb)?)))),
-            4 => Ok(Some(plain_block(Logits(weight(&vb)?)))),
+            4 => Ok(Some(plain_head(Logits(weight(&vb)?)))),
             _ => Ok(None),
         })?;
         Ok(train(&mesh, &stage, 3))
@@ -105,12 +106,12 @@ fn a_weight_that_zero_3_has_released_is_named_with_the_block_that_uses_it() {
 struct With<F>(F);
 
 impl<F: Fn(&Tensor) -> Result<Tensor> + Send + Sync> PlainBlock for With<F> {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+    fn forward(&self, xs: &Tensor, _pass: &Pass) -> Result<Tensor> {
         self.0(xs)
     }
 }
 
-fn with(forward: impl Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static) -> Box<dyn Block> {
+fn with(forward: impl Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static) -> Block {
     plain_block(With(forward))
 }
 
@@ -152,9 +153,9 @@ struct Scaled {
 }
 
 impl PlainBlock for Scaled {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        let ys = self.up.forward(xs)?.tanh()?;
-        xs + self.down.forward(&ys.broadcast_mul(&self.scale)?)?
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        let ys = in_graph(&self.up, xs, pass)?.tanh()?;
+        xs + in_graph(&self.down, &ys.broadcast_mul(&self.scale)?, pass)?
     }
 }
 
@@ -207,7 +208,7 @@ fn random_numbers_that_differ_between_tensor_parallel_ranks_are_found_where_they
 }
 
 /// A column-parallel and a row-parallel weight, this one drawn from `init`, without a region around them.
-fn without_region(mesh: &Mesh, vb: &ParamBuilder, init: Init) -> Result<Box<dyn Block>> {
+fn without_region(mesh: &Mesh, vb: &ParamBuilder, init: Init) -> Result<Block> {
     let shard = Shard::even(0, 8, &mesh.tp)?;
     let up = vb.get_placed((8, HIDDEN), "up", shard.clone(), WEIGHT_INIT)?;
     let down = vb.get_placed((HIDDEN, 8), "down", shard.along(1), init)?;
@@ -268,7 +269,10 @@ fn a_parallel_layer_with_another_group_than_the_mesh_s_is_refused() {
             let alone = ProcessGroup::single(mesh.world.device().clone());
             let up = column_parallel_linear(HIDDEN, 8, true, &alone, vb.pp("up"))?;
             let down = row_parallel_linear(8, HIDDEN, true, &alone, vb.pp("down"))?;
-            Ok(with(move |xs| xs + down.forward(&up.forward(xs)?)?))
+            Ok(with(move |xs| {
+                let pass = Pass::infer(xs.detach());
+                xs + in_graph(&down, &in_graph(&up, xs, &pass)?, &pass)?
+            }))
         })?;
         Ok(train(&mesh, &stage, 1))
     });

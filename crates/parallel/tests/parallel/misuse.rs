@@ -5,8 +5,8 @@ use candle_core::{ModuleT, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::checkpoint::CheckpointSaver;
 use candle_parallel::{
-    AdamWConfig, DataParallel, DistributedOptimizer, Gradients, MicroBatch, ParamStore, Pipeline,
-    PlainBlock, Schedule, Stage, ZeroStage, plain_block,
+    AdamWConfig, DataParallel, DistributedOptimizer, Gradients, ModelPart, ParamStore, Pass,
+    Pipeline, PlainBlock, Schedule, ZeroStage, plain_block,
 };
 use serde_json::json;
 
@@ -17,7 +17,7 @@ use crate::mistaken::{Numbers, same, with_block};
 /// A rank with its model, gradients and optimizer.
 struct Rank {
     mesh: Mesh,
-    stage: Stage,
+    part: ModelPart,
     pipeline: Pipeline,
     gradients: Gradients,
     optimizer: DistributedOptimizer,
@@ -26,27 +26,27 @@ struct Rank {
 impl Rank {
     fn new(mesh: &Mesh, replicas: impl Into<DataParallel>) -> Result<Self> {
         let store = ParamStore::init(5).with_data_parallel(replicas);
-        let stage = Chain::default().stage(mesh, &store)?;
+        let part = Chain::default().part(mesh, &store)?;
         let config = AdamWConfig::default();
         Ok(Self {
             pipeline: Pipeline::new(Schedule::OneForwardOneBackward, mesh),
-            gradients: Gradients::new(stage.params(), mesh)?,
-            optimizer: DistributedOptimizer::adamw(stage.params(), mesh, config)?,
-            stage,
+            gradients: Gradients::new(part.params(), mesh)?,
+            optimizer: DistributedOptimizer::adamw(part.params(), mesh, config)?,
+            part,
             mesh: mesh.clone(),
         })
     }
 
     /// This replica's part of four micro-batches.
-    fn batches(&self, seed: u64) -> Result<Vec<MicroBatch>> {
+    fn batches(&self, seed: u64) -> Result<Vec<Pass>> {
         let (rank, dp) = (self.mesh.dp.rank(), self.mesh.dp.world_size());
         let batches = Chain::default().micro_batches(seed, 4)?;
         Ok(batches[rank * 4 / dp..(rank + 1) * 4 / dp].to_vec())
     }
 
-    fn pass(&mut self, batches: &[MicroBatch]) -> Result<()> {
+    fn pass(&mut self, batches: &[Pass]) -> Result<()> {
         self.pipeline
-            .forward_backward(&self.stage, batches, &mut self.gradients)?;
+            .forward_backward(&self.part, batches, &mut self.gradients)?;
         Ok(())
     }
 
@@ -140,8 +140,8 @@ fn a_pass_that_fails_leaves_nothing_behind() {
                 if fails {
                     let mut bad = rank.batches(50)?;
                     let last = bad.last_mut().expect("a batch");
-                    let beyond = Tensor::full(99u32, (2, 3), last.tokens.device())?;
-                    last.targets = Some(beyond);
+                    let beyond = Tensor::full(99u32, (2, 3), last.inputs().device())?;
+                    *last = Pass::train(last.inputs().clone(), beyond);
                     assert_says(&message(rank.pass(&bad)), &["99"]);
                 }
                 rank.pass(&batches)?;
@@ -212,7 +212,7 @@ fn ranks_say_the_same_of_an_update() {
                     true => (0.1 + other, 1.0),
                     false => (0.1, 1.0 + other),
                 };
-                let before = local_bits(&rank.stage);
+                let before = local_bits(&rank.part);
                 let said = message(match is_reduced {
                     false => rank.optimizer.step(&mut rank.gradients, lr, Some(clip)),
                     true => {
@@ -220,7 +220,7 @@ fn ranks_say_the_same_of_an_update() {
                         rank.optimizer.step_reduced(reduced, lr, Some(clip))
                     }
                 });
-                assert_eq!(before, local_bits(&rank.stage));
+                assert_eq!(before, local_bits(&rank.part));
                 Ok(said)
             });
             for said in results {
@@ -248,12 +248,12 @@ fn numbers_of_an_update_that_make_no_sense_are_refused_before_it() {
     for (lr, clip, words) in numbers {
         on_mesh((1, 2, 1), |mesh| {
             let mut rank = Rank::new(&mesh, ZeroStage::One)?;
-            let before = local_bits(&rank.stage);
+            let before = local_bits(&rank.part);
             let batches = rank.batches(1)?;
             rank.pass(&batches)?;
             let said = message(rank.optimizer.step(&mut rank.gradients, lr, clip));
             assert_says(&said, &[words, "expected", "not updated"]);
-            assert_eq!(before, local_bits(&rank.stage));
+            assert_eq!(before, local_bits(&rank.part));
             Ok(())
         });
     }
@@ -269,7 +269,7 @@ fn gradients_and_optimizers_know_whose_they_are() -> Result<()> {
     let batches = one.batches(1)?;
     let said = message(
         one.pipeline
-            .forward_backward(&one.stage, &batches, &mut two.gradients),
+            .forward_backward(&one.part, &batches, &mut two.gradients),
     );
     assert_says(&said, &["another model", "hint"]);
     one.pass(&batches)?;
@@ -282,9 +282,9 @@ fn gradients_and_optimizers_know_whose_they_are() -> Result<()> {
 #[test]
 fn a_model_whose_parameters_are_all_frozen_is_not_trained() -> Result<()> {
     let mesh = single_mesh();
-    let stage = Chain::default().stage(&mesh, &ParamStore::init(5).freeze(|_| true))?;
+    let part = Chain::default().part(&mesh, &ParamStore::init(5).freeze(|_| true))?;
     let said = message(DistributedOptimizer::adamw(
-        stage.params(),
+        part.params(),
         &mesh,
         AdamWConfig::default(),
     ));
@@ -302,15 +302,9 @@ struct Dropout {
 }
 
 impl PlainBlock for Dropout {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        candle_nn::Dropout::new(0.5).forward_t(&xs.broadcast_mul(&self.scale)?, true)
-    }
-
-    fn infer(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-        match self.is_careful {
-            true => xs.broadcast_mul(&self.scale),
-            false => self.forward(xs, batch),
-        }
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        let drops = pass.is_training() || !self.is_careful;
+        candle_nn::Dropout::new(0.5).forward_t(&xs.broadcast_mul(&self.scale)?, drops)
     }
 }
 
@@ -318,20 +312,20 @@ impl PlainBlock for Dropout {
 fn dropout_while_a_model_is_evaluated_is_refused() {
     for is_careful in [false, true] {
         let results = on_mesh((1, 1, 1), |mesh| {
-            let stage = with_block(&mesh, ZeroStage::One, |vb| {
+            let part = with_block(&mesh, ZeroStage::One, |vb| {
                 let scale = vb.get(HIDDEN, "scale", Init::Const(1.0))?;
                 Ok(plain_block(Dropout { scale, is_careful }))
             })?;
             let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
             let batches = Chain::default().micro_batches(1, 2)?;
-            let evaluate = || pipeline.evaluate(&stage, batches.iter().cloned().map(Ok));
+            let evaluate = || pipeline.evaluate(&part, batches.iter().cloned().map(Ok));
             Ok((evaluate(), evaluate()))
         });
         for (first, second) in results {
             match is_careful {
                 true => assert_eq!(first.unwrap(), second.unwrap()),
                 false => {
-                    let words = ["block 2 gives other values", "dropout", "infer"];
+                    let words = ["block 2 gives other values", "dropout", "is_training"];
                     assert_says(&message(first), &words);
                 }
             }
@@ -345,14 +339,14 @@ fn copies_are_compared_before_each_checkpoint() {
     let results = on_mesh((1, 1, 2), |mesh| {
         let rank = Rank::new(&mesh, ZeroStage::One)?;
         if mesh.tp.rank() == 1 {
-            let params = rank.stage.params();
+            let params = rank.part.params();
             let index = params
                 .iter()
                 .position(|param| param.name == "layers.1.norm.weight");
             let index = index.expect("a norm");
             params.refill(index, &(params.get(index).values()? * 2.0)?)?;
         }
-        let mut saver = CheckpointSaver::new(&mesh.world, (folder.path(), 2), None)?;
+        let mut saver = CheckpointSaver::new(&mesh.world, folder.path(), 2, None)?;
         Ok(saver.start(&rank.optimizer, 1, json!(null)).map(drop))
     });
     for result in results {

@@ -12,13 +12,13 @@ fn the_first_parameter_in_name_order_is_named_on_every_rank() {
     for zero in ZERO_STAGES {
         for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let said = on_mesh((2, 3, 2), |mesh| {
-                let stage =
-                    Chain::default().stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
-                let before = local_bits(&stage);
+                let part =
+                    Chain::default().part(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
+                let before = local_bits(&part);
                 let config = AdamWConfig::default();
-                let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
-                let mut gradients = Gradients::new(stage.params(), &mesh)?;
-                for (index, param) in stage.params().iter().enumerate() {
+                let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, config)?;
+                let mut gradients = Gradients::new(part.params(), &mesh)?;
+                for (index, param) in part.params().iter().enumerate() {
                     let mut grad = random(index as u64, param.local_shape())?;
                     // One replica, one tensor-parallel rank, the last stage; two parameters, the last value of one.
                     let is_bad = mesh.dp.rank() == 1
@@ -34,10 +34,10 @@ fn the_first_parameter_in_name_order_is_named_on_every_rank() {
                 }
                 let said =
                     message(optimizer.step(one_target(&mut gradients, &mesh), 0.1, Some(1.0)));
-                assert_eq!(local_bits(&stage), before, "the weights moved");
+                assert_eq!(local_bits(&part), before, "the weights moved");
                 assert_eq!(optimizer.num_steps(), 0);
                 // The next step works.
-                for (index, param) in stage.params().iter().enumerate() {
+                for (index, param) in part.params().iter().enumerate() {
                     gradients.accumulate(index, &random(1, param.local_shape())?)?;
                 }
                 optimizer.step(one_target(&mut gradients, &mesh), 0.1, Some(1.0))?;

@@ -7,8 +7,8 @@ use std::process::{Command, Stdio};
 use candle_comm::Mesh;
 use candle_core::{DType, Result};
 use candle_parallel::{
-    AdamW, AdamWConfig, DataParallel, DistributedOptimizer, Gradients, MemoryCategory, Offload,
-    Optimizer, OptimizerState, ParamStore, Pipeline, Schedule, Stage, ZeroStage,
+    AdamW, AdamWConfig, DataParallel, DistributedOptimizer, Gradients, MemoryCategory, ModelPart,
+    Offload, Optimizer, OptimizerState, ParamStore, Pipeline, Schedule, ZeroStage,
 };
 use tempfile::tempdir;
 
@@ -26,16 +26,16 @@ fn adamw() -> AdamW {
 fn steps(
     chain: Chain,
     mesh: &Mesh,
-    stage: &Stage,
+    part: &ModelPart,
     optimizer: &mut DistributedOptimizer,
 ) -> Result<()> {
-    let mut gradients = Gradients::new(stage.params(), mesh)?;
+    let mut gradients = Gradients::new(part.params(), mesh)?;
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
     let (rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
     for step in 0..3 {
         let batches = chain.micro_batches(50 * step, 6)?;
         let batches = &batches[rank * 6 / dp..(rank + 1) * 6 / dp];
-        pipeline.forward_backward(stage, batches, &mut gradients)?;
+        pipeline.forward_backward(part, batches, &mut gradients)?;
         optimizer.step(&mut gradients, 0.01, Some(1.0))?;
     }
     Ok(())
@@ -43,13 +43,13 @@ fn steps(
 
 /// The most that a bucket's part of a rank takes, of `bytes_per_value`: one bucket per block, each part padded to 64 values.
 fn largest_bucket_bytes(
-    stage: &Stage,
+    part: &ModelPart,
     dp: usize,
     zero: ZeroStage,
     bytes_per_value: usize,
 ) -> usize {
     let mut by_block: BTreeMap<usize, usize> = BTreeMap::new();
-    for param in stage.params().iter() {
+    for param in part.params().iter() {
         *by_block.entry(param.blocks[0]).or_default() += param.num_values();
     }
     let lens = by_block.into_values();
@@ -68,10 +68,10 @@ fn trained<R: Optimizer + 'static>(
     rule: fn() -> R,
 ) -> Vec<(Bits, Vec<OptimizerState>)> {
     on_mesh(layout, |mesh| {
-        let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
-        let params = stage.params();
+        let part = chain.part(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
+        let params = part.params();
         let mut optimizer = DistributedOptimizer::offloaded(params, &mesh, rule(), offload)?;
-        steps(chain, &mesh, &stage, &mut optimizer)?;
+        steps(chain, &mesh, &part, &mut optimizer)?;
         let state = optimizer.state()?;
         let num_buckets = match offload {
             Offload::None => usize::MAX,
@@ -82,12 +82,12 @@ fn trained<R: Optimizer + 'static>(
         if num_buckets < usize::MAX {
             // Two moments of AdamW, and the remainders of bf16 weights.
             let bytes = 8 + if chain.dtype == DType::BF16 { 2 } else { 0 };
-            let largest = largest_bucket_bytes(&stage, layout.1, replicas.zero, bytes);
+            let largest = largest_bucket_bytes(&part, layout.1, replicas.zero, bytes);
             let peak = params.meter().report().of(MemoryCategory::Optimizer).peak;
             let most = (num_buckets * largest) as u64;
             assert!(peak <= most, "{peak} of {num_buckets} {largest}");
         }
-        Ok((local_bits(&stage), state))
+        Ok((local_bits(&part), state))
     })
 }
 
@@ -147,10 +147,10 @@ fn state_moves_from_one_place_to_another() -> Result<()> {
         dtype: DType::BF16,
         ..Chain::default()
     };
-    let stage = chain.stage(&mesh, &ParamStore::init(5))?;
-    let make = |offload| DistributedOptimizer::offloaded(stage.params(), &mesh, adamw(), offload);
+    let part = chain.part(&mesh, &ParamStore::init(5))?;
+    let make = |offload| DistributedOptimizer::offloaded(part.params(), &mesh, adamw(), offload);
     let mut first = make(&places[0])?;
-    steps(chain, &mesh, &stage, &mut first)?;
+    steps(chain, &mesh, &part, &mut first)?;
     let want = first.state()?;
     for place in &places {
         let mut other = make(place)?;
@@ -176,7 +176,7 @@ fn places_have_names() {
 }
 
 /// An optimizer of 13 kB of state in `dir`.
-fn in_folder(dir: &Path) -> Result<(Chain, Mesh, Stage, DistributedOptimizer)> {
+fn in_folder(dir: &Path) -> Result<(Chain, Mesh, ModelPart, DistributedOptimizer)> {
     let (chain, mesh) = (
         Chain {
             vocab: 200,
@@ -184,25 +184,25 @@ fn in_folder(dir: &Path) -> Result<(Chain, Mesh, Stage, DistributedOptimizer)> {
         },
         single_mesh(),
     );
-    let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+    let part = chain.part(&mesh, &ParamStore::init(5))?;
     let offload = Offload::Nvme(dir.to_path_buf());
-    let params = stage.params();
+    let params = part.params();
     let optimizer = DistributedOptimizer::offloaded(params, &mesh, adamw(), &offload)?;
-    Ok((chain, mesh, stage, optimizer))
+    Ok((chain, mesh, part, optimizer))
 }
 
 /// The message when an optimizer cannot be made in `dir`, which tells the bytes that it needs.
 fn refused(dir: &Path) -> String {
     let mesh = single_mesh();
-    let stage = Chain {
+    let part = Chain {
         vocab: 200,
         ..Chain::default()
     }
-    .stage(&mesh, &ParamStore::init(5))
+    .part(&mesh, &ParamStore::init(5))
     .unwrap();
-    let _resident = DistributedOptimizer::new(stage.params(), &mesh, adamw()).unwrap();
+    let _resident = DistributedOptimizer::new(part.params(), &mesh, adamw()).unwrap();
     let said = message(in_folder(dir).map(drop));
-    let held = stage.params().meter().report();
+    let held = part.params().meter().report();
     let bytes = held.of(MemoryCategory::Optimizer).now;
     let bytes = format!("cannot keep {bytes} bytes");
     assert_says(&said, &[&bytes, &dir.display().to_string(), "hint:"]);
@@ -265,13 +265,13 @@ fn a_full_disk_is_an_error_at_once() {
 #[test]
 fn a_file_that_cannot_be_written_to_any_more_ends_the_run() {
     if let Some(dir) = folder_of_child() {
-        let (chain, mesh, stage, mut optimizer) = in_folder(&dir).unwrap();
+        let (chain, mesh, part, mut optimizer) = in_folder(&dir).unwrap();
         let limit = Command::new("prlimit")
             .arg("--fsize=4096")
             .args(["--pid", &std::process::id().to_string()])
             .status();
         assert!(limit.unwrap().success());
-        let said = message(steps(chain, &mesh, &stage, &mut optimizer));
+        let said = message(steps(chain, &mesh, &part, &mut optimizer));
         let words = [
             "cannot write the optimizer's state",
             &dir.display().to_string(),
@@ -294,8 +294,8 @@ fn a_file_that_cannot_be_written_to_any_more_ends_the_run() {
 #[test]
 fn nothing_is_left_of_a_process_that_was_killed() {
     if let Some(dir) = folder_of_child() {
-        let (chain, mesh, stage, mut optimizer) = in_folder(&dir).unwrap();
-        steps(chain, &mesh, &stage, &mut optimizer).unwrap();
+        let (chain, mesh, part, mut optimizer) = in_folder(&dir).unwrap();
+        steps(chain, &mesh, &part, &mut optimizer).unwrap();
         // The end of the process without any chance to tidy up.
         std::process::abort();
     }

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use candle_comm::Mesh;
 use candle_core::Result;
 use candle_parallel::{
-    AdamWConfig, DistributedOptimizer, Gradients, OptimizerState, Param, ParamStore, Pipeline,
-    Schedule, Stage, ZeroStage,
+    AdamWConfig, DistributedOptimizer, Gradients, ModelPart, OptimizerState, Param, ParamStore,
+    Pipeline, Schedule, ZeroStage,
 };
 
 use crate::chain::{Chain, local_bits, one_target};
@@ -16,14 +16,14 @@ const LR: f64 = 0.01;
 const STEPS: usize = 5;
 
 /// This data-parallel rank's gradient of parameter `index` in step `step`; the same on tensor-parallel ranks.
-fn gradient(stage: &Stage, dp_rank: usize, step: usize, index: usize) -> candle_core::Tensor {
+fn gradient(part: &ModelPart, dp_rank: usize, step: usize, index: usize) -> candle_core::Tensor {
     let seed = (1000 * step + 100 * dp_rank + index) as u64;
-    random(seed, stage.params().get(index).local_shape()).unwrap()
+    random(seed, part.params().get(index).local_shape()).unwrap()
 }
 
-fn accumulate(stage: &Stage, mesh: &Mesh, step: usize, gradients: &mut Gradients) -> Result<()> {
-    for index in 0..stage.params().len() {
-        let grad = gradient(stage, mesh.dp.rank(), step, index);
+fn accumulate(part: &ModelPart, mesh: &Mesh, step: usize, gradients: &mut Gradients) -> Result<()> {
+    for index in 0..part.params().len() {
+        let grad = gradient(part, mesh.dp.rank(), step, index);
         gradients.accumulate(index, &grad)?;
     }
     Ok(())
@@ -37,8 +37,8 @@ struct Reference {
     is_matrix: bool,
 }
 
-fn references(stage: &Stage) -> Vec<Reference> {
-    let params = stage.params();
+fn references(part: &ModelPart) -> Vec<Reference> {
+    let params = part.params();
     params
         .iter()
         .enumerate()
@@ -58,7 +58,7 @@ fn references(stage: &Stage) -> Vec<Reference> {
 
 /// One step of AdamW in f64 on the sum over the replicas' gradients; the norm before clipping.
 fn reference_step(
-    stage: &Stage,
+    part: &ModelPart,
     params: &mut [Reference],
     config: AdamWConfig,
     max_norm: Option<f64>,
@@ -68,7 +68,7 @@ fn reference_step(
         .map(|index| {
             let mut sum = vec![0f64; params[index].values.len()];
             for rank in 0..dp {
-                let grad = gradient(stage, rank, step, index).flatten_all().unwrap();
+                let grad = gradient(part, rank, step, index).flatten_all().unwrap();
                 let grad = grad.to_vec1::<f32>().unwrap();
                 sum.iter_mut()
                     .zip(grad)
@@ -116,33 +116,33 @@ fn equals_plain_loops_with_and_without_clipping() {
     for (dp, max_norm) in [(1, None), (1, Some(2.0)), (3, Some(3.0)), (2, Some(1e9))] {
         for zero in ZERO_STAGES {
             on_mesh((1, dp, 1), |mesh| {
-                let stage =
-                    Chain::default().stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
-                let mut expected = references(&stage);
+                let part =
+                    Chain::default().part(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
+                let mut expected = references(&part);
                 let config = AdamWConfig {
                     weight_decay: 0.3,
                     ..AdamWConfig::default()
                 };
-                let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
-                let mut gradients = Gradients::new(stage.params(), &mesh)?;
+                let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, config)?;
+                let mut gradients = Gradients::new(part.params(), &mesh)?;
                 for step in 0..STEPS {
-                    accumulate(&stage, &mesh, step, &mut gradients)?;
+                    accumulate(&part, &mesh, step, &mut gradients)?;
                     let norm = optimizer
                         .step(one_target(&mut gradients, &mesh), LR, max_norm)?
                         .grad_norm;
                     let of = (step, dp);
-                    let want = reference_step(&stage, &mut expected, config, max_norm, of);
+                    let want = reference_step(&part, &mut expected, config, max_norm, of);
                     assert!((norm - want).abs() < 1e-6 * want, "norm {norm} not {want}");
                 }
                 assert_eq!(optimizer.num_steps(), STEPS);
-                let params = stage.params();
+                let params = part.params();
                 for (index, expected) in expected.iter().enumerate() {
                     let values = params.values(index)?.flatten_all()?.to_vec1::<f32>()?;
                     assert_near(&params.get(index).name, &values, &expected.values);
                 }
                 for state in optimizer.state()? {
                     let is_it = |param: &Param| param.name == state.name;
-                    let index = stage.params().iter().position(is_it).unwrap();
+                    let index = part.params().iter().position(is_it).unwrap();
                     let want = match state.kind.as_str() {
                         "exp_avg" => &expected[index].m,
                         _ => &expected[index].v,
@@ -163,15 +163,15 @@ type Trained = (BTreeMap<String, Vec<u32>>, Vec<OptimizerState>);
 /// What each rank has after a few steps.
 fn trained(layout: (usize, usize, usize), zero: ZeroStage) -> Vec<Trained> {
     on_mesh(layout, |mesh| {
-        let stage = Chain::default().stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
+        let part = Chain::default().part(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
         let mut optimizer =
-            DistributedOptimizer::adamw(stage.params(), &mesh, AdamWConfig::default())?;
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+            DistributedOptimizer::adamw(part.params(), &mesh, AdamWConfig::default())?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         for step in 0..STEPS {
-            accumulate(&stage, &mesh, step, &mut gradients)?;
+            accumulate(&part, &mesh, step, &mut gradients)?;
             optimizer.step(one_target(&mut gradients, &mesh), LR, Some(1.0))?;
         }
-        Ok((local_bits(&stage), optimizer.state()?))
+        Ok((local_bits(&part), optimizer.state()?))
     })
 }
 
@@ -234,7 +234,7 @@ fn replicas_keep_the_same_bits() {
 #[test]
 fn constants_out_of_range_are_errors() {
     let mesh = single_mesh();
-    let stage = Chain::default().stage(&mesh, &ParamStore::init(1)).unwrap();
+    let part = Chain::default().part(&mesh, &ParamStore::init(1)).unwrap();
     let default = AdamWConfig::default();
     let cases = [
         (
@@ -267,7 +267,7 @@ fn constants_out_of_range_are_errors() {
         ),
     ];
     for (config, words) in cases {
-        let made = DistributedOptimizer::adamw(stage.params(), &mesh, config);
+        let made = DistributedOptimizer::adamw(part.params(), &mesh, config);
         assert_says(&message(made), &[words, "expected"]);
     }
 }
@@ -277,14 +277,14 @@ fn all_ranks_hear_in_the_same_step_that_one_asks_to_stop() -> Result<()> {
     let chain = Chain::default();
     for asking in [None, Some(0), Some(5)] {
         let heard = on_mesh((2, 2, 2), |mesh| {
-            let stage = chain.stage(&mesh, &ParamStore::init(1))?;
+            let part = chain.part(&mesh, &ParamStore::init(1))?;
             let config = AdamWConfig::default();
-            let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
-            let mut gradients = Gradients::new(stage.params(), &mesh)?;
+            let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, config)?;
+            let mut gradients = Gradients::new(part.params(), &mesh)?;
             let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
             let step = |step: u64| {
                 let batches = chain.micro_batches(step, 2)?;
-                pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+                pipeline.forward_backward(&part, &batches, &mut gradients)?;
                 if step == 1 && asking == Some(mesh.world.rank()) {
                     gradients.ask_to_stop();
                 }
@@ -302,15 +302,15 @@ fn all_ranks_hear_in_the_same_step_that_one_asks_to_stop() -> Result<()> {
 #[test]
 fn a_step_without_gradients_or_with_wrong_shapes_is_an_error() {
     let mesh = single_mesh();
-    let stage = Chain::default()
-        .stage(
+    let part = Chain::default()
+        .part(
             &mesh,
             &ParamStore::init(1).with_data_parallel(ZeroStage::Zero),
         )
         .unwrap();
     let config = AdamWConfig::default();
-    let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config).unwrap();
-    let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
+    let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, config).unwrap();
+    let mut gradients = Gradients::new(part.params(), &mesh).unwrap();
     let said = message(optimizer.step(one_target(&mut gradients, &mesh), LR, None));
     assert_says(&said, &["parameter head.weight got no gradient"]);
     let said = message(gradients.accumulate(0, &random(1, 3).unwrap()));

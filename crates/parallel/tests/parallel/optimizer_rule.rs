@@ -2,8 +2,8 @@
 
 use candle_core::{Result, Tensor, bail};
 use candle_parallel::{
-    AdamW, AdamWConfig, DistributedOptimizer, Gradients, Optimizer, OptimizerState, ParamGroup,
-    ParamSlice, ParamStore, Pipeline, Schedule, Stage, UpdateStep, ZeroStage,
+    AdamW, AdamWConfig, DistributedOptimizer, Gradients, ModelPart, Optimizer, OptimizerState,
+    ParamGroup, ParamSlice, ParamStore, Pipeline, Schedule, UpdateStep, ZeroStage,
 };
 
 use crate::chain::{Chain, Values, gather_weights, one_target};
@@ -38,8 +38,8 @@ impl Optimizer for Momentum {
     }
 }
 
-fn accumulate(stage: &Stage, gradients: &mut Gradients, step: u64) -> Result<()> {
-    for (index, param) in stage.params().iter().enumerate() {
+fn accumulate(part: &ModelPart, gradients: &mut Gradients, step: u64) -> Result<()> {
+    for (index, param) in part.params().iter().enumerate() {
         let grad = random(100 * step + index as u64, param.local_shape())?;
         gradients.accumulate(index, &grad)?;
     }
@@ -50,18 +50,18 @@ fn accumulate(stage: &Stage, gradients: &mut Gradients, step: u64) -> Result<()>
 fn a_rule_of_ones_own_updates_under_zero_1_too() {
     for (dp, zero) in [(1, ZeroStage::Zero), (3, ZeroStage::One)] {
         on_mesh((1, dp, 1), |mesh| {
-            let stage =
-                Chain::default().stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
-            let before = stage.params().iter().map(|param| param.values()?.copy());
+            let part =
+                Chain::default().part(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
+            let before = part.params().iter().map(|param| param.values()?.copy());
             let before = before.collect::<Result<Vec<_>>>()?;
-            let mut optimizer = DistributedOptimizer::new(stage.params(), &mesh, Momentum)?;
-            let mut gradients = Gradients::new(stage.params(), &mesh)?;
+            let mut optimizer = DistributedOptimizer::new(part.params(), &mesh, Momentum)?;
+            let mut gradients = Gradients::new(part.params(), &mesh)?;
             for step in 0..2 {
-                accumulate(&stage, &mut gradients, step)?;
+                accumulate(&part, &mut gradients, step)?;
                 optimizer.step(one_target(&mut gradients, &mesh), 0.1, None)?;
             }
             // The sum over the replicas of the same gradients; g0, then 0.9 g0 + g1.
-            for (index, (param, before)) in stage.params().iter().zip(&before).enumerate() {
+            for (index, (param, before)) in part.params().iter().zip(&before).enumerate() {
                 let grad = |step: u64| random(100 * step + index as u64, param.local_shape());
                 let moved = ((grad(0)? * 1.9)? + grad(1)?)?;
                 let want = (before - (moved * (0.1 * dp as f64))?)?;
@@ -75,8 +75,8 @@ fn a_rule_of_ones_own_updates_under_zero_1_too() {
 #[test]
 fn groups_have_learning_rates_and_decays_of_their_own() -> Result<()> {
     let mesh = single_mesh();
-    let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
-    let before = stage.params().iter().map(|param| param.values()?.copy());
+    let part = Chain::default().part(&mesh, &ParamStore::init(5))?;
+    let before = part.params().iter().map(|param| param.values()?.copy());
     let before = before.collect::<Result<Vec<_>>>()?;
     let config = AdamWConfig {
         weight_decay: 0.5,
@@ -89,17 +89,17 @@ fn groups_have_learning_rates_and_decays_of_their_own() -> Result<()> {
             .with_lr_scale(3.0)
             .with_weight_decay(0.0),
     ];
-    let optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
+    let optimizer = DistributedOptimizer::adamw(part.params(), &mesh, config)?;
     let mut optimizer = optimizer.with_groups(groups)?;
-    let mut gradients = Gradients::new(stage.params(), &mesh)?;
-    for (index, param) in stage.params().iter().enumerate() {
+    let mut gradients = Gradients::new(part.params(), &mesh)?;
+    for (index, param) in part.params().iter().enumerate() {
         let ones = param.values()?.ones_like()?;
         gradients.accumulate(index, &ones)?;
     }
     const LR: f64 = 0.01;
     optimizer.step(one_target(&mut gradients, &mesh), LR, None)?;
     // The first step of AdamW moves by the learning rate along a gradient of one sign.
-    for (param, before) in stage.params().iter().zip(&before) {
+    for (param, before) in part.params().iter().zip(&before) {
         let is = |part: &str| param.name.contains(part);
         let (lr, decay) = match () {
             () if is("norm") => (LR, 0.2),
@@ -125,12 +125,12 @@ fn trained(
 ) -> (Values, Vec<OptimizerState>) {
     let all = on_mesh(layout, |mesh| {
         let chain = Chain::default();
-        let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
+        let part = chain.part(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
         let rule = AdamW(AdamWConfig::default());
         if let Some((weights, _)) = from {
-            load_weights(&stage, weights)?;
+            load_weights(&part, weights)?;
         }
-        let mut optimizer = DistributedOptimizer::new(stage.params(), &mesh, rule)?;
+        let mut optimizer = DistributedOptimizer::new(part.params(), &mesh, rule)?;
         if let Some((_, state)) = from {
             let taken = state.iter().map(|state| optimizer.load_state(state));
             let taken = taken.sum::<Result<usize>>()?;
@@ -143,16 +143,16 @@ fn trained(
             assert!(taken >= own, "{taken} values for {own}");
             optimizer.set_num_steps(steps.start as usize);
         }
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
         let (rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
         for step in steps.clone() {
             let batches = chain.micro_batches(50 * step, 6)?;
             let batches = &batches[rank * 6 / dp..(rank + 1) * 6 / dp];
-            pipeline.forward_backward(&stage, batches, &mut gradients)?;
+            pipeline.forward_backward(&part, batches, &mut gradients)?;
             optimizer.step(&mut gradients, 0.01, Some(1.0))?;
         }
-        Ok((gather_weights(&stage, &mesh)?, optimizer.state()?))
+        Ok((gather_weights(&part, &mesh)?, optimizer.state()?))
     });
     let (mut weights, mut state) = (Values::new(), Vec::new());
     for (rank, (of_rank, mut state_of_rank)) in all.into_iter().enumerate() {
@@ -164,15 +164,19 @@ fn trained(
     (weights, state)
 }
 
-fn load_weights(stage: &Stage, weights: &Values) -> Result<()> {
-    for (index, param) in stage.params().iter().enumerate() {
+fn load_weights(part: &ModelPart, weights: &Values) -> Result<()> {
+    for (index, param) in part.params().iter().enumerate() {
         let whole = Tensor::new(weights[&param.name].as_slice(), &crate::device::device())?;
         let whole = whole.reshape(&param.global_shape)?;
         let mine = match param.shard() {
             None => whole,
-            Some(shard) => whole.narrow(shard.dim, shard.range.start, shard.len())?,
+            Some(shard) => {
+                let ranges = shard.ranges().iter();
+                let parts = ranges.map(|range| whole.narrow(shard.dim(), range.start, range.len()));
+                Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, shard.dim())?
+            }
         };
-        stage.params().refill(index, &mine.contiguous()?)?;
+        part.params().refill(index, &mine.contiguous()?)?;
     }
     Ok(())
 }
@@ -219,9 +223,9 @@ fn state_goes_on_on_another_layout() {
 #[test]
 fn state_of_another_model_is_refused() -> Result<()> {
     let mesh = single_mesh();
-    let stage = Chain::default().stage(&mesh, &ParamStore::init(5))?;
+    let part = Chain::default().part(&mesh, &ParamStore::init(5))?;
     let rule = AdamW(AdamWConfig::default());
-    let mut optimizer = DistributedOptimizer::new(stage.params(), &mesh, rule)?;
+    let mut optimizer = DistributedOptimizer::new(part.params(), &mesh, rule)?;
     let mut state = optimizer.state()?.remove(0);
     assert_eq!(
         (state.name.as_str(), state.kind.as_str()),

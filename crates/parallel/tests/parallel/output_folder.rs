@@ -16,8 +16,8 @@ use crate::folder::{names, read_folder};
 
 fn save_from(store: &ParamStore, to: &HfSave) -> Result<()> {
     let mesh = single_mesh();
-    let stage = Chain::default().stage(&mesh, store)?;
-    save_hf(stage.params(), &mesh, to)
+    let part = Chain::default().part(&mesh, store)?;
+    save_hf(part.params(), &mesh, to)
 }
 
 fn save(seed: u64, to: &HfSave) -> Result<()> {

@@ -48,18 +48,18 @@ fn trained(
             tied,
             ..Chain::default()
         };
-        let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
+        let part = chain.part(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
         let rule = AdamW(AdamWConfig::default());
         let seed = delays.map_or(0, |seed| seed + mesh.world.rank() as u64);
-        let mut optimizer = DistributedOptimizer::new(stage.params(), &mesh, Slow(rule, seed))?;
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let mut optimizer = DistributedOptimizer::new(part.params(), &mesh, Slow(rule, seed))?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         for step in 0..STEPS {
             let batches = chain.micro_batches(step + 10 * mesh.dp.rank() as u64, 3)?;
-            pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+            pipeline.forward_backward(&part, &batches, &mut gradients)?;
             optimizer.step(&mut gradients, 0.01, Some(0.1))?;
         }
-        Ok((local_bits(&stage), optimizer.state()?))
+        Ok((local_bits(&part), optimizer.state()?))
     })
 }
 
@@ -115,22 +115,22 @@ fn reductions_and_gathers_run_before_anybody_waits_for_them() {
                 overlap,
                 ..DataParallel::default()
             };
-            let stage = chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
+            let part = chain.part(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
             let config = AdamWConfig::default();
-            let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
-            let mut gradients = Gradients::new(stage.params(), &mesh)?;
+            let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, config)?;
+            let mut gradients = Gradients::new(part.params(), &mesh)?;
             let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
             let batches = chain.micro_batches(mesh.dp.rank() as u64, 2)?;
             mesh.dp.reset_counters();
-            pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+            pipeline.forward_backward(&part, &batches, &mut gradients)?;
             let num_started = mesh.dp.counters().calls("reduce_scatter");
             assert_eq!(num_started, if overlap { 5 } else { 0 });
             let bits = |values: Tensor| -> Result<Vec<f32>> { values.flatten_all()?.to_vec1() };
-            let before = local_bits(&stage);
+            let before = local_bits(&part);
             optimizer.step(&mut gradients, 0.01, None)?;
             // Without a wait the other replica's part is still as it was.
             let mut num_old = 0;
-            for param in stage.params().iter() {
+            for param in part.params().iter() {
                 let now: Vec<u32> = bits(param.tensor().detach())?
                     .iter()
                     .map(|x| x.to_bits())
@@ -139,13 +139,13 @@ fn reductions_and_gathers_run_before_anybody_waits_for_them() {
                 num_old += both.filter(|(now, before)| now == before).count();
             }
             assert_eq!(num_old > 50, overlap, "{num_old}");
-            stage.params().wait_for_updates()?;
-            for param in stage.params().iter() {
+            part.params().wait_for_updates()?;
+            for param in part.params().iter() {
                 let now: Vec<u32> = bits(param.tensor().detach())?
                     .iter()
                     .map(|x| x.to_bits())
                     .collect();
-                assert_eq!(now, local_bits(&stage)[&param.name]);
+                assert_eq!(now, local_bits(&part)[&param.name]);
             }
             Ok(())
         });
@@ -156,14 +156,14 @@ fn reductions_and_gathers_run_before_anybody_waits_for_them() {
 fn gradients_are_not_touched_once_their_reduction_has_begun() {
     on_mesh_with_delays((1, 2, 1), None, |mesh: Mesh| {
         let chain = Chain::default();
-        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let part = chain.part(&mesh, &ParamStore::init(5))?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let batches = chain.micro_batches(1, 1)?;
-        pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+        pipeline.forward_backward(&part, &batches, &mut gradients)?;
         let words = ["reduction over the ranks has begun", "overlap: false"];
         assert_says(&message(gradients.get(0)), &words);
-        let zeros = stage.params().get(0).values()?.zeros_like()?;
+        let zeros = part.params().get(0).values()?.zeros_like()?;
         assert_says(&message(gradients.accumulate(0, &zeros)), &words);
         Ok(())
     });

@@ -4,8 +4,8 @@ use candle_comm::Mesh;
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{Init, Linear};
 use candle_parallel::{
-    AdamWConfig, DataParallel, DistributedOptimizer, Gradients, MicroBatch, ParamStore, Pipeline,
-    PlainBlock, Schedule, Shard, Stage, ZeroStage, plain_block,
+    AdamWConfig, DataParallel, DistributedOptimizer, Gradients, Loss, ModelPart, ParamStore, Pass,
+    Pipeline, PlainBlock, PlainHead, Schedule, Shard, ZeroStage, plain_block, plain_head,
 };
 
 use crate::chain::{Chain, HIDDEN, Values, gather_gradients, gather_weights, local_bits};
@@ -15,7 +15,7 @@ use crate::device::device;
 fn initial(seed: u64, layout: (usize, usize, usize)) -> Values {
     let chain = Chain::default();
     let all = on_mesh(layout, |mesh| {
-        gather_weights(&chain.stage(&mesh, &ParamStore::init(seed))?, &mesh)
+        gather_weights(&chain.part(&mesh, &ParamStore::init(seed))?, &mesh)
     });
     all.into_iter().next().unwrap()
 }
@@ -57,14 +57,14 @@ fn weights_have_the_standard_deviation_of_llama() {
     assert!(mean.abs() < 1e-3 && (variance.sqrt() - 0.02).abs() < 5e-4);
 }
 
-fn train(mesh: &Mesh, stage: &Stage, chain: &Chain, steps: u64) -> Result<()> {
-    let mut gradients = Gradients::new(stage.params(), mesh)?;
+fn train(mesh: &Mesh, part: &ModelPart, chain: &Chain, steps: u64) -> Result<()> {
+    let mut gradients = Gradients::new(part.params(), mesh)?;
     let config = AdamWConfig::default();
-    let mut optimizer = DistributedOptimizer::adamw(stage.params(), mesh, config)?;
+    let mut optimizer = DistributedOptimizer::adamw(part.params(), mesh, config)?;
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
     for step in 0..steps {
         let batches = chain.micro_batches(step + 10 * mesh.dp.rank() as u64, 2)?;
-        pipeline.forward_backward(stage, &batches, &mut gradients)?;
+        pipeline.forward_backward(part, &batches, &mut gradients)?;
         optimizer.step(&mut gradients, 0.01, Some(1.0))?;
     }
     Ok(())
@@ -77,18 +77,18 @@ fn what_is_frozen_does_not_move_on_any_layout() {
     for layout in [(1, 1, 1), (2, 1, 2), (3, 2, 1)] {
         let all = on_mesh(layout, |mesh| {
             let store = ParamStore::init(5).freeze(|name| !name.contains("norm"));
-            let stage = chain.stage(&mesh, &store)?;
-            let before = local_bits(&stage);
-            train(&mesh, &stage, &chain, 3)?;
-            for (name, bits) in local_bits(&stage) {
+            let part = chain.part(&mesh, &store)?;
+            let before = local_bits(&part);
+            train(&mesh, &part, &chain, 3)?;
+            for (name, bits) in local_bits(&part) {
                 assert_eq!(bits != before[&name], name.contains("norm"), "{name}");
             }
-            let gradients = Gradients::new(stage.params(), &mesh)?;
-            for (index, param) in stage.params().iter().enumerate() {
+            let gradients = Gradients::new(part.params(), &mesh)?;
+            for (index, param) in part.params().iter().enumerate() {
                 assert_eq!(param.trainable, param.name.contains("norm"));
                 assert_says(&message(gradients.get(index)), &[&param.name]);
             }
-            gather_weights(&stage, &mesh)
+            gather_weights(&part, &mesh)
         });
         trained.extend(all.into_iter().next());
     }
@@ -108,7 +108,7 @@ fn every_rank_must_freeze_the_same() {
         on_mesh(layout, |mesh| {
             let rank = mesh.world.rank();
             let store = ParamStore::init(5).freeze(move |name| rank == 1 && name == "embed.weight");
-            let said = message(chain.stage(&mesh, &store).map(drop));
+            let said = message(chain.part(&mesh, &store).map(drop));
             assert_says(&said, &["embed.weight", "frozen", "rank 1", "hint: "]);
             Ok(())
         });
@@ -120,10 +120,10 @@ fn a_frozen_parameter_takes_no_gradient() {
     let chain = Chain::default();
     let mesh = single_mesh();
     let store = ParamStore::init(5).freeze(|name| name == "embed.weight");
-    let stage = chain.stage(&mesh, &store).unwrap();
-    let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
-    let grad = stage.params().get(0).values().unwrap();
-    assert_eq!(stage.params().get(0).name, "embed.weight");
+    let part = chain.part(&mesh, &store).unwrap();
+    let mut gradients = Gradients::new(part.params(), &mesh).unwrap();
+    let grad = part.params().get(0).values().unwrap();
+    assert_eq!(part.params().get(0).name, "embed.weight");
     let said = message(gradients.accumulate(0, &grad));
     assert_says(&said, &["embed.weight", "frozen"]);
 }
@@ -140,27 +140,27 @@ fn a_parameter_asked_for_twice_must_be_the_same() {
         &said,
         &["parameter a is asked for twice", "[2, 3]", "[3, 2]"],
     );
-    let shard = Shard {
-        dim: 0,
-        range: 1..4,
-        global: 5,
-    };
+    let shard = Shard::new(0, 1..4, 5);
     let said = message(vb.get_placed((4, 3), "b", shard, init));
     assert_says(&said, &["parameter b", "[4, 3]"]);
 }
 
-/// First block: a learned table, by candle's embedding. Last block: candle's linear layer.
-enum Plain {
-    First(candle_nn::Embedding),
-    Last(Linear),
+/// First block: a learned table, by candle's embedding.
+struct First(candle_nn::Embedding);
+
+/// Last block: candle's linear layer.
+struct Last(Linear);
+
+impl PlainBlock for First {
+    fn forward(&self, xs: &Tensor, _pass: &Pass) -> Result<Tensor> {
+        self.0.forward(&xs.to_device(&device())?)
+    }
 }
 
-impl PlainBlock for Plain {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        match self {
-            Self::First(embedding) => embedding.forward(&xs.to_device(&device())?),
-            Self::Last(linear) => linear.forward(xs)?.sqr()?.sum_all(),
-        }
+impl PlainHead for Last {
+    fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
+        let sum = self.0.forward(xs)?.sqr()?.sum_all()?;
+        Ok(Loss::new(sum, pass.num_targets()? as f64))
     }
 }
 
@@ -177,23 +177,27 @@ fn layers_of_candle_take_their_parameters_from_the_store() {
             let vb = ParamStore::init(3)
                 .with_data_parallel(replicas)
                 .builder(DType::F32, &device());
-            let stage = Stage::build(&mesh, &vb, 2, HIDDEN, |index, vb| {
+            let part = ModelPart::build(&mesh, &vb, 2, HIDDEN, |index, vb| {
                 let vb = vb.var_builder();
-                Ok(plain_block(match index {
-                    0 => Plain::First(candle_nn::embedding(chain.vocab, HIDDEN, vb.pp("embed"))?),
-                    _ => Plain::Last(candle_nn::linear(HIDDEN, 4, vb.pp("out"))?),
-                }))
+                Ok(match index {
+                    0 => plain_block(First(candle_nn::embedding(
+                        chain.vocab,
+                        HIDDEN,
+                        vb.pp("embed"),
+                    )?)),
+                    _ => plain_head(Last(candle_nn::linear(HIDDEN, 4, vb.pp("out"))?)),
+                })
             })?;
-            let names: Vec<_> = stage.params().iter().map(|p| p.name.as_str()).collect();
+            let names: Vec<_> = part.params().iter().map(|p| p.name.as_str()).collect();
             assert_eq!(names, ["embed.weight", "out.bias", "out.weight"]);
-            let mut gradients = Gradients::new(stage.params(), &mesh)?;
+            let mut gradients = Gradients::new(part.params(), &mesh)?;
             let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
             let batches = chain.micro_batches(1, 2)?;
-            pipeline.forward_backward(&stage, &batches, &mut gradients)?;
-            let values = gather_gradients(&stage, &mesh, &gradients)?;
-            assert_eq!(stage.params().num_global_values(), (13 * 6) + 4 * 6 + 4);
+            pipeline.forward_backward(&part, &batches, &mut gradients)?;
+            let values = gather_gradients(&part, &mesh, &gradients)?;
+            assert_eq!(part.params().num_global_values(), (13 * 6) + 4 * 6 + 4);
             let config = AdamWConfig::default();
-            DistributedOptimizer::adamw(stage.params(), &mesh, config)?
+            DistributedOptimizer::adamw(part.params(), &mesh, config)?
                 .step(&mut gradients, 0.1, None)
                 .map(|report| (report.grad_norm, values))
         });

@@ -1,13 +1,13 @@
 //! How parameters lie on the mesh: partial gradients of replicated weights, copies that drift apart, axes that nothing implements.
 
 use candle_comm::{Degrees, Mesh};
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::checkpoint::{HfSave, save_hf};
 use candle_parallel::{
-    AdamWConfig, ColumnParallelLinear, DistributedOptimizer, Gradient, Gradients, MicroBatch,
-    ParamStore, Pipeline, Placement, PlainBlock, RowParallelLinear, Schedule, Stage, ZeroStage,
-    column_parallel_linear, plain_block, row_parallel_linear,
+    AdamWConfig, ColumnParallelLinear, DistributedOptimizer, Gradient, Gradients, ModelPart,
+    ParamStore, Pass, Pipeline, Placement, PlainBlock, RowParallelLinear, Schedule, ZeroStage,
+    column_parallel_linear, in_graph, plain_block, row_parallel_linear,
 };
 
 use crate::chain::{Chain, HIDDEN, Values, gather};
@@ -26,22 +26,22 @@ struct HeadScale {
 }
 
 impl PlainBlock for HeadScale {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
-        let ys = self.up.forward(xs)?;
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        let ys = in_graph(&self.up, xs, pass)?;
         let (b, t, width) = ys.dims3()?;
         let heads = ys.reshape((b, t, width / HEAD_DIM, HEAD_DIM))?;
         let heads = heads.broadcast_mul(&self.scale)?.tanh()?;
-        xs + self.down.forward(&heads.reshape((b, t, width))?)?
+        xs + in_graph(&self.down, &heads.reshape((b, t, width))?, pass)?
     }
 }
 
 /// The chain with such a layer as block 2.
-fn stage(mesh: &Mesh, gradient: Gradient, zero: ZeroStage) -> Result<Stage> {
+fn part(mesh: &Mesh, gradient: Gradient, zero: ZeroStage) -> Result<ModelPart> {
     let chain = Chain::default();
     let vb = ParamStore::init(5)
         .with_data_parallel(zero)
         .builder(DType::F32, &device());
-    Stage::build(mesh, &vb, chain.num_blocks(), HIDDEN, |index, vb| {
+    ModelPart::build(mesh, &vb, chain.num_blocks(), HIDDEN, |index, vb| {
         if index != 2 {
             return chain.block(index, &mesh.tp, &vb);
         }
@@ -59,16 +59,16 @@ fn stage(mesh: &Mesh, gradient: Gradient, zero: ZeroStage) -> Result<Stage> {
 /// Whole gradients by name, on rank 0, and the norm.
 fn gradients(layout: (usize, usize, usize), zero: ZeroStage) -> (Values, f64) {
     let all = on_mesh(layout, |mesh| {
-        let stage = stage(&mesh, Gradient::Partial, zero)?;
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let part = part(&mesh, Gradient::Partial, zero)?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let (rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
         let batches = Chain::default().micro_batches(3, 2)?;
         let batches = &batches[rank * 2 / dp..(rank + 1) * 2 / dp];
-        pipeline.forward_backward(&stage, batches, &mut gradients)?;
+        pipeline.forward_backward(&part, batches, &mut gradients)?;
         let reduced = gradients.reduce()?;
         let local = reduced.local_gradients()?;
-        let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
+        let grads = gather(&part, &mesh, |index| Ok(local[&index].clone()))?;
         Ok((grads, reduced.norm()))
     });
     all.into_iter().next().unwrap()
@@ -92,13 +92,13 @@ fn partial_gradients_of_a_replicated_weight_are_summed() {
 #[test]
 fn partial_gradients_that_were_declared_complete_are_found_in_the_first_step() {
     on_mesh((1, 1, 3), |mesh| {
-        let stage = stage(&mesh, Gradient::Complete, ZeroStage::One)?;
+        let part = part(&mesh, Gradient::Complete, ZeroStage::One)?;
         let config = AdamWConfig::default();
-        let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, config)?;
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, config)?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let batches = Chain::default().micro_batches(3, 2)?;
-        pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+        pipeline.forward_backward(&part, &batches, &mut gradients)?;
         let said = message(optimizer.step(&mut gradients, 0.01, None));
         let words = [
             "the gradient of parameter scale differs",
@@ -113,8 +113,8 @@ fn partial_gradients_that_were_declared_complete_are_found_in_the_first_step() {
 }
 
 /// Multiplies this rank's copy of a parameter by two.
-fn spoil(stage: &Stage, name: &str) -> Result<()> {
-    let params = stage.params();
+fn spoil(part: &ModelPart, name: &str) -> Result<()> {
+    let params = part.params();
     let index = params.iter().position(|param| param.name == name).unwrap();
     params.refill(index, &(params.get(index).values()? * 2.0)?)
 }
@@ -124,22 +124,22 @@ fn copies_with_other_values_are_found_in_the_first_step_and_when_saved() {
     let folder = tempfile::tempdir().unwrap();
     on_mesh((1, 1, 2), |mesh| {
         let chain = Chain::default();
-        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+        let part = chain.part(&mesh, &ParamStore::init(5))?;
         if mesh.tp.rank() == 1 {
-            spoil(&stage, "layers.1.down.bias")?;
-            spoil(&stage, "layers.1.norm.weight")?;
+            spoil(&part, "layers.1.down.bias")?;
+            spoil(&part, "layers.1.norm.weight")?;
         }
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let batches = chain.micro_batches(3, 1)?;
-        pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+        pipeline.forward_backward(&part, &batches, &mut gradients)?;
         let said = message(gradients.reduce().map(drop));
         assert_says(
             &said,
             &["parameter", "differs", "ranks 0 and 1", "first step"],
         );
         let save = HfSave::new(folder.path().join("out"), Vec::new());
-        let said = message(save_hf(stage.params(), &mesh, &save));
+        let said = message(save_hf(part.params(), &mesh, &save));
         let words = ["the value of parameter layers.1.", "saved"];
         assert_says(&said, &words);
         Ok(())
@@ -157,7 +157,7 @@ fn an_axis_that_nothing_implements_is_refused() {
     };
     on_ranks(2, |world| {
         let mesh = Mesh::new(world, degrees)?;
-        let said = message(Chain::default().stage(&mesh, &ParamStore::init(5)));
+        let said = message(Chain::default().part(&mesh, &ParamStore::init(5)));
         assert_says(&said, &["cp(2)", "context parallelism", "hint"]);
         Ok(())
     });

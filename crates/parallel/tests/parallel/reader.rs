@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::Result;
 use candle_parallel::checkpoint::{Checkpoint, HfSave, INDEX_FILE, WEIGHTS_FILE, save_hf};
-use candle_parallel::{ParamStore, Shard, Stage, part};
+use candle_parallel::{ModelPart, ParamStore, Shard, part};
 use half::{bf16, f16};
 use safetensors::Dtype;
 use tempfile::{TempDir, tempdir};
@@ -16,13 +16,13 @@ use crate::folder::{counting, edit_file, raw, write_file};
 /// A folder with the checkpoint of the default chain.
 fn chain_folder() -> TempDir {
     let (dir, mesh) = (tempdir().unwrap(), single_mesh());
-    let stage = Chain::default().stage(&mesh, &ParamStore::init(5)).unwrap();
-    save_hf(stage.params(), &mesh, &HfSave::new(dir.path(), Vec::new())).unwrap();
+    let part = Chain::default().part(&mesh, &ParamStore::init(5)).unwrap();
+    save_hf(part.params(), &mesh, &HfSave::new(dir.path(), Vec::new())).unwrap();
     dir
 }
 
-fn load(dir: &Path) -> Result<Stage> {
-    Chain::default().stage(&single_mesh(), &ParamStore::from_pretrained(dir)?)
+fn load(dir: &Path) -> Result<ModelPart> {
+    Chain::default().part(&single_mesh(), &ParamStore::from_pretrained(dir)?)
 }
 
 /// The message of loading a chain's folder after `spoil`.
@@ -286,18 +286,21 @@ fn parts_of_tensors_in_every_type() {
         for dim in 0..3 {
             for parts in 1..=4 {
                 for range in (0..parts).map(|index| part(shape[dim], index, parts)) {
-                    let shard = Shard {
-                        dim,
-                        range: range.clone(),
-                        global: shape[dim],
-                    };
-                    let is_held = |i: &usize| {
-                        let index = [i / 12, i / 3 % 4, i % 3][dim];
-                        range.contains(&index)
-                    };
-                    let expected: Vec<f32> = (0..60).filter(is_held).map(value).collect();
-                    let mine = checkpoint.read(name, &shape, Some(&shard)).unwrap();
-                    assert_eq!(mine, expected, "{name} {shard:?}");
+                    let one = Shard::new(dim, range, shape[dim]);
+                    let (half, rest) = (shape[dim] / 2, shape[dim] - shape[dim] / 2);
+                    let halves = [half, rest].map(|len| {
+                        let range = part(len, parts / 2, parts);
+                        Shard::new(dim, range, len)
+                    });
+                    for shard in [one, Shard::fused(&halves).unwrap()] {
+                        let is_held = |i: &usize| {
+                            let index = [i / 12, i / 3 % 4, i % 3][dim];
+                            shard.ranges().iter().any(|range| range.contains(&index))
+                        };
+                        let expected: Vec<f32> = (0..60).filter(is_held).map(value).collect();
+                        let mine = checkpoint.read(name, &shape, Some(&shard)).unwrap();
+                        assert_eq!(mine, expected, "{name} {shard:?}");
+                    }
                 }
             }
         }
@@ -325,4 +328,14 @@ fn every_bit_pattern_of_16_bits_is_read_exactly() {
         assert!(same(half, f16::from_bits(bits).to_f32()), "{bits:#x}");
         assert!(same(brain, bf16::from_bits(bits).to_f32()), "{bits:#x}");
     }
+}
+
+#[test]
+fn parts_that_no_weight_joins_are_refused() {
+    let message = |parts: &[Shard]| Shard::fused(parts).unwrap_err().to_string();
+    assert_says(&message(&[]), &["at least one part"]);
+    let (rows, columns) = (Shard::new(0, 0..2, 4), Shard::new(1, 0..2, 4));
+    assert_says(&message(&[rows.clone(), columns]), &["dim 0", "dim 1"]);
+    let beyond = Shard::new(0, 3..5, 4);
+    assert_says(&message(&[rows, beyond]), &["[3..5] of 4"]);
 }

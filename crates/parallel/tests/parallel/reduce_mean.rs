@@ -2,14 +2,14 @@
 
 use candle_core::{Result, Tensor};
 use candle_parallel::{
-    DataParallel, Gradients, MicroBatch, ParamStore, Pipeline, Schedule, Stage, ZeroStage,
+    DataParallel, Gradients, ModelPart, ParamStore, Pass, Pipeline, Schedule, ZeroStage,
 };
 
 use crate::chain::{Chain, gather};
 use crate::check::{assert_values_close, message, on_mesh, single_mesh};
 
 /// What replica `dp_rank` of `dp` trains on: 6 targets more than the replica before; all together if there is one.
-fn batches(dp_rank: usize, dp: usize) -> Result<Vec<MicroBatch>> {
+fn batches(dp_rank: usize, dp: usize) -> Result<Vec<Pass>> {
     let of = |rank: usize| Chain::default().micro_batches(100 * rank as u64, 1 + rank);
     match dp {
         1 => Ok([of(0)?, of(1)?, of(2)?].concat()),
@@ -23,16 +23,16 @@ fn reduced(
     replicas: DataParallel,
 ) -> (crate::chain::Values, f64, f64) {
     let all = on_mesh(layout, |mesh| {
-        let stage =
-            Chain::default().stage(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
+        let part =
+            Chain::default().part(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
         let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
-        let mut gradients = Gradients::new(stage.params(), &mesh)?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
         let batches = batches(mesh.dp.rank(), mesh.dp.world_size())?;
-        pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+        pipeline.forward_backward(&part, &batches, &mut gradients)?;
         let reduced = gradients.reduce()?;
         assert_eq!(reduced.loss().num_targets, 36);
         let local = reduced.local_gradients()?;
-        let grads = gather(&stage, &mesh, |index| Ok(local[&index].clone()))?;
+        let grads = gather(&part, &mesh, |index| Ok(local[&index].clone()))?;
         Ok((grads, reduced.norm(), reduced.loss().mean))
     });
     all.into_iter().next().unwrap()
@@ -62,8 +62,8 @@ fn the_mean_is_taken_over_the_targets_of_all_replicas() {
     }
 }
 
-fn zero_gradients(stage: &Stage, gradients: &mut Gradients) -> Result<()> {
-    for (index, param) in stage.params().iter().enumerate() {
+fn zero_gradients(part: &ModelPart, gradients: &mut Gradients) -> Result<()> {
+    for (index, param) in part.params().iter().enumerate() {
         gradients.accumulate(index, &Tensor::zeros_like(&param.values()?)?)?;
     }
     Ok(())
@@ -72,12 +72,12 @@ fn zero_gradients(stage: &Stage, gradients: &mut Gradients) -> Result<()> {
 #[test]
 fn a_batch_without_targets_is_an_error() -> Result<()> {
     let mesh = single_mesh();
-    let stage = Chain::default().stage(
+    let part = Chain::default().part(
         &mesh,
         &ParamStore::init(5).with_data_parallel(ZeroStage::Zero),
     )?;
-    let mut gradients = Gradients::new(stage.params(), &mesh)?;
-    zero_gradients(&stage, &mut gradients)?;
+    let mut gradients = Gradients::new(part.params(), &mesh)?;
+    zero_gradients(&part, &mut gradients)?;
     let refused = gradients.reduce();
     assert!(message(refused.map(|_| ())).contains("no targets"));
     Ok(())

@@ -1,13 +1,16 @@
 //! Weights that leave memory and come back behind the tensors that layers captured.
 
+use std::sync::{Arc, OnceLock};
+
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::Linear;
 use candle_parallel::{
-    AdamWConfig, Block, DistributedOptimizer, Gradients, MemoryCategory, MicroBatch, ParamBuilder,
-    ParamStore, Pipeline, PlainBlock, Schedule, Stage, plain_block,
+    AdamWConfig, Block, DistributedOptimizer, Gradients, Loss, MemoryCategory, ModelPart,
+    ParamBuilder, ParamStore, Parameters, Pass, Pipeline, PlainBlock, PlainHead, Schedule,
+    plain_block, plain_head,
 };
 
-use crate::chain::{Chain, HIDDEN, local_bits};
+use crate::chain::{self, Chain, HIDDEN, local_bits};
 use crate::check::{assert_says, message, single_mesh};
 use crate::device::device;
 
@@ -15,12 +18,12 @@ use crate::device::device;
 struct Plain(Linear);
 
 impl PlainBlock for Plain {
-    fn forward(&self, xs: &Tensor, _batch: &MicroBatch) -> Result<Tensor> {
+    fn forward(&self, xs: &Tensor, _pass: &Pass) -> Result<Tensor> {
         xs + self.0.forward(xs)?.tanh()?
     }
 }
 
-fn stage(dtype: DType) -> Result<(Stage, Linear)> {
+fn part(dtype: DType) -> Result<(ModelPart, Linear)> {
     let (chain, mesh) = (
         Chain {
             dtype,
@@ -30,7 +33,7 @@ fn stage(dtype: DType) -> Result<(Stage, Linear)> {
     );
     let vb = ParamStore::init(5).builder(dtype, &device());
     let mut kept = std::cell::RefCell::new(None);
-    let build = |index, vb: ParamBuilder| -> Result<Box<dyn Block>> {
+    let build = |index, vb: ParamBuilder| -> Result<Block> {
         if index != 2 {
             return chain.block(index, &mesh.tp, &vb);
         }
@@ -38,24 +41,24 @@ fn stage(dtype: DType) -> Result<(Stage, Linear)> {
         kept.replace(Some(linear.clone()));
         Ok(plain_block(Plain(linear)))
     };
-    let stage = Stage::build(&mesh, &vb, chain.num_blocks(), HIDDEN, build)?;
-    Ok((stage, kept.get_mut().take().unwrap()))
+    let part = ModelPart::build(&mesh, &vb, chain.num_blocks(), HIDDEN, build)?;
+    Ok((part, kept.get_mut().take().unwrap()))
 }
 
 /// Bits of the weights after steps in which each block's weights leave and come back, if they are to.
 fn trained(dtype: DType, moves: bool) -> Result<std::collections::BTreeMap<String, Vec<u32>>> {
     let mesh = single_mesh();
-    let (stage, _) = stage(dtype)?;
-    let mut optimizer = DistributedOptimizer::adamw(stage.params(), &mesh, AdamWConfig::default())?;
-    let mut gradients = Gradients::new(stage.params(), &mesh)?;
+    let (part, _) = part(dtype)?;
+    let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, AdamWConfig::default())?;
+    let mut gradients = Gradients::new(part.params(), &mesh)?;
     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
     let chain = Chain::default();
     for step in 0..3 {
         let batches = chain.micro_batches(step, 2)?;
-        pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+        pipeline.forward_backward(&part, &batches, &mut gradients)?;
         optimizer.step(&mut gradients, 0.01, None)?;
-        for block in stage.block_indices().filter(|_| moves) {
-            let params = stage.params();
+        for block in part.block_indices().filter(|_| moves) {
+            let params = part.params();
             let of_block = |index: &usize| params.get(*index).blocks.contains(&block);
             let indices: Vec<usize> = (0..params.len()).filter(of_block).collect();
             let copies = indices
@@ -69,7 +72,7 @@ fn trained(dtype: DType, moves: bool) -> Result<std::collections::BTreeMap<Strin
             }
         }
     }
-    Ok(local_bits(&stage))
+    Ok(local_bits(&part))
 }
 
 #[test]
@@ -82,8 +85,8 @@ fn training_goes_on_with_the_same_bits() -> Result<()> {
 
 #[test]
 fn a_released_weight_is_an_error_that_names_it() -> Result<()> {
-    let (stage, linear) = stage(DType::F32)?;
-    let params = stage.params();
+    let (part, linear) = part(DType::F32)?;
+    let params = part.params();
     let copy = params.get(0).values()?.copy()?;
     assert_eq!(params.get(0).name, "embed.weight");
     params.release(0, &[])?;
@@ -93,13 +96,9 @@ fn a_released_weight_is_an_error_that_names_it() -> Result<()> {
         &message(params.get(0).values()),
         &["embed.weight", "released"],
     );
-    let batch = MicroBatch {
-        targets: None,
-        documents: None,
-        past: None,
-        ..Chain::default().micro_batches(1, 1)?.remove(0)
-    };
-    let said = message(stage.infer(None, &batch));
+    let batch = Chain::default().micro_batches(1, 1)?.remove(0);
+    let pipeline = Pipeline::new(Schedule::GPipe, &single_mesh());
+    let said = message(pipeline.logits(&part, &batch, &[0]));
     assert_says(&said, &["block 0", "embed.weight", "released", "hint"]);
     let xs = Tensor::ones((2, HIDDEN), DType::F32, &device())?;
     message(linear.forward(&xs));
@@ -107,7 +106,7 @@ fn a_released_weight_is_an_error_that_names_it() -> Result<()> {
     message(linear.weight().sum_all());
     message(linear.weight() + 1.0);
     params.refill(0, &copy)?;
-    let said = message(stage.infer(None, &batch));
+    let said = message(pipeline.logits(&part, &batch, &[0]));
     assert_says(&said, &["block 2", "plain", "released"]);
     Ok(())
 }
@@ -118,8 +117,8 @@ fn a_tied_weight_stays_and_counts_while_a_block_needs_it() -> Result<()> {
         tied: true,
         ..Chain::default()
     };
-    let stage = chain.stage(&single_mesh(), &ParamStore::init(5))?;
-    let params = stage.params();
+    let part = chain.part(&single_mesh(), &ParamStore::init(5))?;
+    let params = part.params();
     let held = || params.meter().report().of(MemoryCategory::Weights).now;
     let all: usize = params.iter().map(|param| param.num_bytes()).sum();
     let copy = params.get(0).values()?.copy()?;
@@ -136,8 +135,8 @@ fn a_tied_weight_stays_and_counts_while_a_block_needs_it() -> Result<()> {
 
 #[test]
 fn values_that_do_not_fit_are_refused() -> Result<()> {
-    let (stage, _) = stage(DType::F32)?;
-    let params = stage.params();
+    let (part, _) = part(DType::F32)?;
+    let params = part.params();
     let values = params.get(0).values()?;
     let said = message(params.refill(0, &values.to_dtype(DType::BF16)?));
     assert_says(&said, &["embed.weight", "BF16", "expected F32"]);
@@ -153,14 +152,42 @@ fn values_that_do_not_fit_are_refused() -> Result<()> {
     Ok(())
 }
 
+/// A head that frees the weights of block 3 before that one's backward pass.
+struct Freeing(chain::Plain, Arc<OnceLock<Parameters>>);
+
+impl PlainHead for Freeing {
+    fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
+        let sum = self.0.forward(xs, pass)?;
+        if let Some(params) = self.1.get() {
+            params.release(3, &[])?;
+        }
+        Ok(Loss::new(sum, pass.num_targets()? as f64))
+    }
+}
+
 #[test]
 fn a_weight_that_was_released_before_the_backward_pass_is_named_there() -> Result<()> {
-    let (stage, mesh) = (stage(DType::F32)?.0, single_mesh());
-    let mut gradients = Gradients::new(stage.params(), &mesh)?;
-    let batch = Chain::default().micro_batches(1, 1)?.remove(0);
-    let (_, tape) = stage.forward(None, &batch, &mut gradients)?;
-    stage.params().release(3, &[])?;
-    let said = message(stage.backward(tape, None, &mut gradients, true));
+    let (chain, mesh) = (Chain::default(), single_mesh());
+    let params = Arc::<OnceLock<Parameters>>::default();
+    let vb = ParamStore::init(5).builder(DType::F32, &device());
+    let part = ModelPart::build(
+        &mesh,
+        &vb,
+        chain.num_blocks(),
+        HIDDEN,
+        |index, vb| match index {
+            4 => {
+                let head = chain.in_graph(index, &mesh.tp, &vb)?;
+                Ok(plain_head(Freeing(head, params.clone())))
+            }
+            _ => chain.block(index, &mesh.tp, &vb),
+        },
+    )?;
+    params.set(part.params().clone()).ok();
+    let mut gradients = Gradients::new(part.params(), &mesh)?;
+    let batches = chain.micro_batches(1, 1)?;
+    let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
+    let said = message(pipeline.forward_backward(&part, &batches, &mut gradients));
     assert_says(
         &said,
         &["backward pass of block 3", "layers.2.down", "released"],

@@ -31,8 +31,8 @@ fn save(
     save: &HfSave,
 ) {
     on_mesh(layout, |mesh| {
-        let stage = chain.stage(&mesh, &store()?)?;
-        save_hf(stage.params(), &mesh, save)
+        let part = chain.part(&mesh, &store()?)?;
+        save_hf(part.params(), &mesh, save)
     });
 }
 
@@ -134,7 +134,7 @@ fn several_files_and_an_index() {
             assert_eq!(index["metadata"]["total_size"], total);
             // And it can be read again.
             let store = ParamStore::from_pretrained(dir.path()).unwrap();
-            Chain::default().stage(&single_mesh(), &store).unwrap();
+            Chain::default().part(&single_mesh(), &store).unwrap();
         }
     }
 }
@@ -177,7 +177,7 @@ fn constants_and_second_names_are_saved_back() {
         ));
     });
     let refused = ParamStore::from_pretrained(input.path()).unwrap();
-    let said = message(chain.stage(&single_mesh(), &refused));
+    let said = message(chain.part(&single_mesh(), &refused));
     assert_says(&said, &["holds 3 tensors", "head.weight"]);
     for layout in [(1, 1, 1), (3, 1, 2), (2, 2, 2)] {
         let load = || {
@@ -209,7 +209,7 @@ fn a_second_name_with_other_values_is_refused() {
     });
     let store = ParamStore::from_pretrained(input.path()).unwrap();
     store.allow_alias("head.weight", "embed.weight");
-    let said = message(chain.stage(&single_mesh(), &store));
+    let said = message(chain.part(&single_mesh(), &store));
     assert_says(
         &said,
         &["head.weight", "embed.weight", "different values", "hint:"],
@@ -272,11 +272,11 @@ fn the_size_is_known_before() {
                 ..HfSave::new(dir.path(), vec![("config.json".into(), b"{}".to_vec())])
             };
             let mesh = single_mesh();
-            let stage = chain.stage(&mesh, &ParamStore::init(5)).unwrap();
-            save_hf(stage.params(), &mesh, &to).unwrap();
+            let part = chain.part(&mesh, &ParamStore::init(5)).unwrap();
+            save_hf(part.params(), &mesh, &to).unwrap();
             let sizes = read_folder(dir.path()).into_values().map(|file| file.len());
             let size = sizes.sum::<usize>() as u64;
-            assert_eq!(to.num_bytes(stage.params()).unwrap(), size);
+            assert_eq!(to.num_bytes(part.params()).unwrap(), size);
         }
     }
 }

@@ -8,7 +8,7 @@ use candle_core::{DType, Result};
 use candle_nn::Init;
 use candle_parallel::checkpoint::{HfSave, WEIGHTS_FILE, save_hf};
 use candle_parallel::{
-    AdamWConfig, DistributedOptimizer, Gradients, OptimizerState, ParamStore, Shard, Stage,
+    AdamWConfig, DistributedOptimizer, Gradients, ModelPart, OptimizerState, ParamStore, Shard,
     ZeroStage,
 };
 use half::{bf16, f16};
@@ -30,21 +30,19 @@ const LAYOUTS: [Layout; 6] = [
     (3, 2, 1),
 ];
 
-/// The chain, with rows in block 2 of which neighbouring tensor-parallel ranks hold one both.
-pub fn stage(chain: Chain, mesh: &Mesh, store: ParamStore) -> Result<Stage> {
+/// The chain, with two fused weights in block 2, of each of which neighbouring tensor-parallel ranks hold one row both.
+pub fn part(chain: Chain, mesh: &Mesh, store: ParamStore) -> Result<ModelPart> {
     const ROWS: usize = 5;
     let vb = store.builder(chain.dtype, &device());
-    Stage::build(mesh, &vb, chain.num_blocks(), HIDDEN, |index, vb| {
+    ModelPart::build(mesh, &vb, chain.num_blocks(), HIDDEN, |index, vb| {
         if index == 2 {
             let (rank, tp) = (mesh.tp.rank(), mesh.tp.world_size());
             let end = ((rank + 1) * ROWS / tp + 1).min(ROWS);
-            let shard = Shard {
-                dim: 0,
-                range: rank * ROWS / tp..end,
-                global: ROWS,
-            };
+            let part = Shard::new(0, rank * ROWS / tp..end, ROWS);
+            let shard = Shard::fused(&[part.clone(), part])?;
             let init = Init::Uniform { lo: 0.5, up: 1.5 };
-            vb.pp("shared").get_placed((ROWS, 3), "rows", shard, init)?;
+            vb.pp("shared")
+                .get_placed((2 * ROWS, 3), "rows", shard, init)?;
         }
         chain.block(index, &mesh.tp, &vb)
     })
@@ -66,8 +64,8 @@ pub fn folder(tied: bool, dtype: DType) -> TempDir {
         tied,
         ..Chain::default()
     };
-    let stage = stage(wide, &mesh, ParamStore::init(5)).unwrap();
-    save_hf(stage.params(), &mesh, &to(dir.path(), Some(dtype))).unwrap();
+    let part = part(wide, &mesh, ParamStore::init(5)).unwrap();
+    save_hf(part.params(), &mesh, &to(dir.path(), Some(dtype))).unwrap();
     dir
 }
 
@@ -79,14 +77,14 @@ pub fn to(dir: &Path, dtype: Option<DType>) -> HfSave {
     }
 }
 
-pub fn optimizer(stage: &Stage, mesh: &Mesh) -> Result<DistributedOptimizer> {
-    DistributedOptimizer::adamw(stage.params(), mesh, AdamWConfig::default())
+pub fn optimizer(part: &ModelPart, mesh: &Mesh) -> Result<DistributedOptimizer> {
+    DistributedOptimizer::adamw(part.params(), mesh, AdamWConfig::default())
 }
 
 /// A step with any gradients.
-pub fn step(stage: &Stage, mesh: &Mesh, optimizer: &mut DistributedOptimizer) -> Result<()> {
-    let mut gradients = Gradients::new(stage.params(), mesh)?;
-    for (index, param) in stage.params().iter().enumerate() {
+pub fn step(part: &ModelPart, mesh: &Mesh, optimizer: &mut DistributedOptimizer) -> Result<()> {
+    let mut gradients = Gradients::new(part.params(), mesh)?;
+    for (index, param) in part.params().iter().enumerate() {
         if param.trainable {
             let grad = random((100 * mesh.dp.rank() + index) as u64, param.local_shape())?;
             gradients.accumulate(index, &grad)?;
@@ -165,9 +163,9 @@ fn what_was_not_trained_is_saved_as_it_was_read() {
             let [plain, with_masters] = ["plain", "masters"].map(|name| output.path().join(name));
             on_mesh(layout, |mesh| {
                 let store = ParamStore::from_pretrained(input.path())?.with_data_parallel(zero);
-                let stage = stage(narrow(tied), &mesh, store)?;
-                save_hf(stage.params(), &mesh, &to(&plain, None))?;
-                optimizer(&stage, &mesh)?.save_hf(&to(&with_masters, None))
+                let part = part(narrow(tied), &mesh, store)?;
+                save_hf(part.params(), &mesh, &to(&plain, None))?;
+                optimizer(&part, &mesh)?.save_hf(&to(&with_masters, None))
             });
             let what = format!("{layout:?} {zero:?} tied {tied} {dtype:?}");
             let want = read_folder(input.path());
@@ -190,9 +188,9 @@ fn frozen_values_are_converted_once_and_trained_ones_are_masters() {
                 let store = ParamStore::from_pretrained(input.path())?
                     .with_data_parallel(zero)
                     .freeze(is_frozen);
-                let stage = stage(narrow(tied), &mesh, store)?;
-                let mut optimizer = optimizer(&stage, &mesh)?;
-                step(&stage, &mesh, &mut optimizer)?;
+                let part = part(narrow(tied), &mesh, store)?;
+                let mut optimizer = optimizer(&part, &mesh)?;
+                step(&part, &mesh, &mut optimizer)?;
                 optimizer.save_hf(&to(output.path(), dtype))?;
                 optimizer.state()
             });
@@ -221,8 +219,8 @@ fn masters_begin_with_the_values_that_were_rounded() {
                     false => ParamStore::init(5),
                 };
                 let store = store.with_data_parallel(zero);
-                let stage = stage(narrow(false), &mesh, store)?;
-                optimizer(&stage, &mesh)?.state()
+                let part = part(narrow(false), &mesh, store)?;
+                optimizer(&part, &mesh)?.state()
             });
             let what = format!("{layout:?} {zero:?} from a checkpoint {from_checkpoint}");
             assert_masters(&what, &want, &states.concat(), DType::F32, |_| false);
@@ -234,20 +232,20 @@ fn masters_begin_with_the_values_that_were_rounded() {
 fn values_that_were_put_in_are_what_counts_until_the_next_update() -> Result<()> {
     let (input, output, mesh) = (folder(false, DType::F32), tempdir().unwrap(), single_mesh());
     let store = ParamStore::from_pretrained(input.path())?;
-    let stage = stage(narrow(false), &mesh, store)?;
-    let mut trained = optimizer(&stage, &mesh)?;
+    let part = part(narrow(false), &mesh, store)?;
+    let mut trained = optimizer(&part, &mesh)?;
     let saved = |optimizer: &DistributedOptimizer| {
         optimizer.save_hf(&to(output.path(), None))?;
         Ok::<_, candle_core::Error>(stored(output.path()))
     };
     let refill = || {
-        for (index, param) in stage.params().iter().enumerate() {
-            stage.params().refill(index, &(param.values()? * 1.5)?)?;
+        for (index, param) in part.params().iter().enumerate() {
+            part.params().refill(index, &(param.values()? * 1.5)?)?;
         }
         Ok::<_, candle_core::Error>(())
     };
     let weights = || {
-        let params = stage.params().iter();
+        let params = part.params().iter();
         let values = params.map(|param| {
             let values = param.values()?.flatten_all()?.to_dtype(DType::F32)?;
             Ok((param.name.clone(), in_dtype(&values.to_vec1()?, DType::F32)))
@@ -257,9 +255,9 @@ fn values_that_were_put_in_are_what_counts_until_the_next_update() -> Result<()>
     refill()?;
     assert!(saved(&trained)? == weights()?);
     // Masters made now begin with the values that were put in.
-    let states = optimizer(&stage, &mesh)?.state()?;
+    let states = optimizer(&part, &mesh)?.state()?;
     assert_masters("refilled", &weights()?, &states, DType::F32, |_| false);
-    step(&stage, &mesh, &mut trained)?;
+    step(&part, &mesh, &mut trained)?;
     let after = saved(&trained)?;
     assert_masters("trained", &after, &trained.state()?, DType::F32, |_| false);
     assert!(after != weights()?);

@@ -16,8 +16,8 @@ use crate::folder::{names, read_folder};
 fn failures(chain: Chain, to: &HfSave) -> Vec<String> {
     let started = Instant::now();
     let said = on_mesh((2, 1, 2), |mesh| {
-        let stage = chain.stage(&mesh, &ParamStore::init(6))?;
-        Ok(message(save_hf(stage.params(), &mesh, to)))
+        let part = chain.part(&mesh, &ParamStore::init(6))?;
+        Ok(message(save_hf(part.params(), &mesh, to)))
     });
     assert!(started.elapsed() < Duration::from_secs(5));
     assert!(
@@ -30,9 +30,9 @@ fn failures(chain: Chain, to: &HfSave) -> Vec<String> {
 
 fn save_first(chain: Chain, dir: &Path) {
     on_mesh((1, 1, 1), |mesh| {
-        let stage = chain.stage(&mesh, &ParamStore::init(5))?;
+        let part = chain.part(&mesh, &ParamStore::init(5))?;
         let sidecars = vec![("config.json".to_string(), b"{}".to_vec())];
-        save_hf(stage.params(), &mesh, &HfSave::new(dir, sidecars))
+        save_hf(part.params(), &mesh, &HfSave::new(dir, sidecars))
     });
 }
 
@@ -105,12 +105,12 @@ fn weights_that_are_no_numbers_are_not_rescued() {
         ..HfSave::new(dir.path().join("new/model"), Vec::new())
     };
     let said = on_mesh((2, 1, 2), |mesh| {
-        let stage = Chain::default().stage(&mesh, &ParamStore::init(6))?;
-        for index in 0..stage.params().len() {
-            let values = stage.params().values(index)?;
-            stage.params().refill(index, &(values * f64::NAN)?)?;
+        let part = Chain::default().part(&mesh, &ParamStore::init(6))?;
+        for index in 0..part.params().len() {
+            let values = part.params().values(index)?;
+            part.params().refill(index, &(values * f64::NAN)?)?;
         }
-        Ok(message(save_hf(stage.params(), &mesh, &to)))
+        Ok(message(save_hf(part.params(), &mesh, &to)))
     });
     assert_says(&said[0], &["NaN or infinite"]);
     assert!(!said[0].contains("model was saved"), "{}", said[0]);
@@ -126,6 +126,7 @@ const LARGE: Chain = Chain {
     num_layers: 3,
     tied: false,
     dtype: candle_core::DType::F32,
+    fused: false,
 };
 
 /// Runs this test again in a shell that has run `prepare`, as its own process; whether the preparation was possible.
@@ -204,9 +205,9 @@ fn a_full_disk_while_saving() {
 fn a_disk_without_room_is_known_before() {
     if let Some(dir) = folder_of_child() {
         let (mesh, new) = (single_mesh(), dir.join("new/model"));
-        let stage = LARGE.stage(&mesh, &ParamStore::init(5)).unwrap();
+        let part = LARGE.part(&mesh, &ParamStore::init(5)).unwrap();
         let save = HfSave::new(&new, Vec::new());
-        let check = || check_free_space(&[save.space_need(stage.params())?]);
+        let check = || check_free_space(&[save.space_need(part.params())?]);
         check().unwrap();
         save_first(LARGE, &dir.join("model"));
         let said = message(check());

@@ -5,8 +5,8 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::{
-    Block, Gradients, MicroBatch, ParamBuilder, ParamStore, Pipeline, PlainBlock, Schedule, Stage,
-    plain_block, stage_blocks,
+    Block, Gradients, Loss, ModelPart, ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock,
+    PlainHead, Schedule, plain_block, plain_head, stage_blocks,
 };
 
 use crate::chain::{Chain, HIDDEN, Values, gather_gradients};
@@ -14,10 +14,10 @@ use crate::check::{UNREDUCED, assert_says, assert_values_close, message, on_mesh
 use crate::device::device;
 
 /// Gradients of the sum of the losses of the micro-batches, and that sum, by one candle graph a micro-batch.
-fn one_graph(chain: &Chain, batches: &[MicroBatch]) -> Result<(Values, f64)> {
+fn one_graph(chain: &Chain, batches: &[Pass]) -> Result<(Values, f64)> {
     let mesh = single_mesh();
     let store = ParamStore::init(5).with_data_parallel(UNREDUCED);
-    let stage = chain.stage(&mesh, &store)?;
+    let part = chain.part(&mesh, &store)?;
     let vb = store.builder(DType::F32, &device());
     let blocks: Vec<_> = (0..chain.num_blocks())
         .map(|index| chain.in_graph(index, &mesh.tp, &vb))
@@ -25,13 +25,13 @@ fn one_graph(chain: &Chain, batches: &[MicroBatch]) -> Result<(Values, f64)> {
     let mut sum = Values::new();
     let mut loss = 0.0;
     for batch in batches {
-        let mut xs = batch.tokens.clone();
+        let mut xs = batch.inputs().clone();
         for block in &blocks {
             xs = block.forward(&xs, batch)?;
         }
         loss += f64::from(xs.to_scalar::<f32>()?);
         let grads = xs.backward()?;
-        for param in stage.params().iter() {
+        for param in part.params().iter() {
             let grad = grads.get(&param.tensor()).expect("a gradient");
             let grad = grad.flatten_all()?.to_vec1::<f32>()?;
             let total = sum
@@ -60,18 +60,18 @@ fn the_tape_gives_the_gradients_of_one_graph() {
         for &layout in layouts {
             for schedule in [Schedule::GPipe, Schedule::OneForwardOneBackward] {
                 let all = on_mesh(layout, |mesh| {
-                    let stage =
-                        chain.stage(&mesh, &ParamStore::init(5).with_data_parallel(UNREDUCED))?;
-                    let mut gradients = Gradients::new(stage.params(), &mesh)?;
+                    let part =
+                        chain.part(&mesh, &ParamStore::init(5).with_data_parallel(UNREDUCED))?;
+                    let mut gradients = Gradients::new(part.params(), &mesh)?;
                     let pipeline = Pipeline::new(schedule, &mesh);
-                    let report = pipeline.forward_backward(&stage, &batches, &mut gradients)?;
+                    let report = pipeline.forward_backward(&part, &batches, &mut gradients)?;
                     let loss = report.loss_sum;
-                    assert_eq!(loss.is_some(), stage.is_last());
+                    assert_eq!(loss.is_some(), part.is_last());
                     if let Some(loss) = loss {
                         let loss = loss.to_scalar::<f64>()?;
                         assert!((loss - expected_loss).abs() < 1e-6 * expected_loss);
                     }
-                    gather_gradients(&stage, &mesh, &gradients)
+                    gather_gradients(&part, &mesh, &gradients)
                 });
                 let names = |values: &Values| values.keys().cloned().collect::<Vec<_>>();
                 assert_eq!(names(&all[0]), names(&expected));
@@ -84,13 +84,13 @@ fn the_tape_gives_the_gradients_of_one_graph() {
     }
 }
 
-type Forward = Box<dyn Fn(&Tensor, &MicroBatch) -> Result<Tensor> + Send + Sync>;
+type Forward = Box<dyn Fn(&Tensor, &Pass) -> Result<Tensor> + Send + Sync>;
 
 struct Custom(Forward);
 
 impl PlainBlock for Custom {
-    fn forward(&self, xs: &Tensor, batch: &MicroBatch) -> Result<Tensor> {
-        (self.0)(xs, batch)
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        (self.0)(xs, pass)
     }
 }
 
@@ -100,17 +100,17 @@ fn error_with(custom: impl Fn(&ParamBuilder) -> Result<Forward>) -> String {
     let vb = ParamStore::init(1)
         .with_data_parallel(UNREDUCED)
         .builder(DType::F32, &device());
-    let build = |index, vb: ParamBuilder| -> Result<Box<dyn Block>> {
+    let build = |index, vb: ParamBuilder| -> Result<Block> {
         match index {
             2 => Ok(plain_block(Custom(custom(&vb.pp("custom"))?))),
             _ => chain.block(index, &mesh.tp, &vb),
         }
     };
-    let stage = Stage::build(&mesh, &vb, chain.num_blocks(), HIDDEN, build).unwrap();
-    let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
+    let part = ModelPart::build(&mesh, &vb, chain.num_blocks(), HIDDEN, build).unwrap();
+    let mut gradients = Gradients::new(part.params(), &mesh).unwrap();
     let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
     let batches = chain.micro_batches(1, 1).unwrap();
-    message(pipeline.forward_backward(&stage, &batches, &mut gradients))
+    message(pipeline.forward_backward(&part, &batches, &mut gradients))
 }
 
 fn ones(vb: &ParamBuilder, name: &str) -> Result<Tensor> {
@@ -168,22 +168,31 @@ fn errors_of_a_block_name_it() {
     assert_says(&said, &["block"]);
 }
 
+struct NoScalar;
+
+impl PlainHead for NoScalar {
+    fn loss(&self, xs: &Tensor, _pass: &Pass) -> Result<Loss> {
+        Ok(Loss::new(xs.clone(), 6.0))
+    }
+}
+
 #[test]
 fn a_last_block_that_gives_no_scalar_is_an_error() {
     let mesh = single_mesh();
     let vb = ParamStore::init(1)
         .with_data_parallel(UNREDUCED)
         .builder(DType::F32, &device());
-    let build = |_, _| -> Result<Box<dyn Block>> {
-        Ok(plain_block(Custom(Box::new(|xs, _| {
-            xs.to_dtype(DType::F32)
-        }))))
+    let build = |index, _| -> Result<Block> {
+        Ok(match index {
+            0 => plain_block(Custom(Box::new(|xs, _| xs.to_dtype(DType::F32)))),
+            _ => plain_head(NoScalar),
+        })
     };
-    let stage = Stage::build(&mesh, &vb, 2, HIDDEN, build).unwrap();
-    let mut gradients = Gradients::new(stage.params(), &mesh).unwrap();
+    let part = ModelPart::build(&mesh, &vb, 2, HIDDEN, build).unwrap();
+    let mut gradients = Gradients::new(part.params(), &mesh).unwrap();
     let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
     let batches = Chain::default().micro_batches(1, 1).unwrap();
-    let said = message(pipeline.forward_backward(&stage, &batches, &mut gradients));
+    let said = message(pipeline.forward_backward(&part, &batches, &mut gradients));
     assert_says(&said, &["[2, 3]", "expected a scalar"]);
 }
 
@@ -192,7 +201,7 @@ fn blocks_are_divided_and_too_many_stages_are_an_error() {
     for num_blocks in 3..=12 {
         for num_stages in 1..=num_blocks - 2 {
             let ranges: Vec<Range<usize>> = (0..num_stages)
-                .map(|stage| stage_blocks(num_blocks, stage, num_stages).unwrap())
+                .map(|part| stage_blocks(num_blocks, part, num_stages).unwrap())
                 .collect();
             let covered: Vec<usize> = ranges.iter().cloned().flatten().collect();
             assert_eq!(covered, (0..num_blocks).collect::<Vec<_>>());

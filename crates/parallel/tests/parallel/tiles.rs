@@ -60,10 +60,10 @@ fn delays_change_no_bit_and_tiles_in_8_bits_are_equal_on_every_rank() {
                     ..replicas
                 };
                 let store = ParamStore::init(5).with_data_parallel(replicas);
-                let stage = chain.stage(&mesh, &store)?;
+                let part = chain.part(&mesh, &store)?;
                 let batches = chain.micro_batches(mesh.dp.rank() as u64, 2)?;
-                step(&stage, &mesh, &batches)?;
-                Ok(local_bits(&stage))
+                step(&part, &mesh, &batches)?;
+                Ok(local_bits(&part))
             })
         };
         let ranks = run(None, true);
@@ -89,11 +89,11 @@ fn the_peak_of_gathered_weights_falls_with_the_tiles_and_the_bytes_moved_are_the
                     ..tiled(tiles, None)
                 };
                 let store = ParamStore::init(5).with_data_parallel(replicas);
-                let stage = chain.stage(&mesh, &store)?;
-                let group = stage.params().tile_group();
+                let part = chain.part(&mesh, &store)?;
+                let group = part.params().tile_group();
                 let batches = chain.micro_batches(mesh.dp.rank() as u64, 1)?;
-                step(&stage, &mesh, &batches)?;
-                let params = stage.params();
+                step(&part, &mesh, &batches)?;
+                let params = part.params();
                 let (mut moved, mut whole, mut rest) = (0, 0, 0);
                 for param in params.iter() {
                     match param.global_shape.rank() {

@@ -7,8 +7,8 @@ use candle_comm::Mesh;
 use candle_core::{DType, Result, Tensor};
 use candle_parallel::checkpoint::{CheckpointSaver, TrainingCheckpoint};
 use candle_parallel::{
-    AdamW, AdamWConfig, DataParallel, DistributedOptimizer, Gradients, LossScaling, Offload,
-    ParamStore, Pipeline, Recompute, Schedule, Stage, ZeroStage,
+    AdamW, AdamWConfig, DataParallel, DistributedOptimizer, Gradients, LossScaling, ModelPart,
+    Offload, ParamStore, Pipeline, Recompute, Schedule, ZeroStage,
 };
 use serde_json::json;
 use tempfile::tempdir;
@@ -69,7 +69,7 @@ pub const fn layout(mesh: (usize, usize, usize), zero: ZeroStage) -> Layout {
 pub struct Run {
     chain: Chain,
     mesh: Mesh,
-    pub stage: Stage,
+    pub part: ModelPart,
     pub optimizer: DistributedOptimizer,
 }
 
@@ -81,18 +81,18 @@ impl Run {
             tile_linears: layout.num_tiles,
             ..DataParallel::default()
         });
-        let stage = chain.stage(&mesh, &store)?;
+        let part = chain.part(&mesh, &store)?;
         let recompute = match layout.recompute {
             true => Recompute::Full,
             false => Recompute::None,
         };
-        let stage = stage.with_recompute(|_| recompute);
+        let part = part.with_recompute(|_| recompute);
         let offload = match layout.in_file {
             true => Offload::Nvme(files.to_path_buf()),
             false => Offload::None,
         };
         let rule = AdamW(AdamWConfig::default());
-        let optimizer = DistributedOptimizer::offloaded(stage.params(), &mesh, rule, &offload)?;
+        let optimizer = DistributedOptimizer::offloaded(part.params(), &mesh, rule, &offload)?;
         let optimizer = optimizer.with_loss_scaling(LossScaling {
             init: 64.0,
             window: 2,
@@ -100,20 +100,20 @@ impl Run {
         Ok(Self {
             chain,
             mesh,
-            stage,
+            part,
             optimizer,
         })
     }
 
     /// Step `step`; returns its loss.
     pub fn step(&mut self, step: u64) -> Result<f64> {
-        let mut gradients = Gradients::new(self.stage.params(), &self.mesh)?;
+        let mut gradients = Gradients::new(self.part.params(), &self.mesh)?;
         gradients.set_loss_scale(self.optimizer.loss_scale());
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &self.mesh);
         let (rank, dp) = (self.mesh.dp.rank(), self.mesh.dp.world_size());
         let batches = self.chain.micro_batches(50 * step, 6)?;
         let batches = &batches[rank * 6 / dp..(rank + 1) * 6 / dp];
-        pipeline.forward_backward(&self.stage, batches, &mut gradients)?;
+        pipeline.forward_backward(&self.part, batches, &mut gradients)?;
         let report = self.optimizer.step(&mut gradients, 0.01, Some(1.0))?;
         Ok(report.loss.mean)
     }
@@ -123,13 +123,13 @@ impl Run {
     }
 
     pub fn saver(&self, dir: &Path, keep: usize) -> Result<CheckpointSaver> {
-        CheckpointSaver::new(&self.mesh.world, (dir, keep), None)
+        CheckpointSaver::new(&self.mesh.world, dir, keep, None)
     }
 
     /// Whole weights, moments and masters: weights on rank 0, of the state what this rank has.
     fn state(&self) -> Result<State> {
         let mut state = State {
-            weights: gather_weights(&self.stage, &self.mesh)?,
+            weights: gather_weights(&self.part, &self.mesh)?,
             ..State::default()
         };
         for kept in self.optimizer.state()? {
@@ -177,7 +177,7 @@ fn save(chain: Chain, layout: Layout, dir: &Path) -> Trained {
         let loss = run.step(2)?;
         let outcome = saver.finish()?.expect("a save was under way");
         assert_eq!(outcome.saved.unwrap(), dir.join("saves/step-000002"));
-        Ok((state, loss, local_bits(&run.stage)))
+        Ok((state, loss, local_bits(&run.part)))
     });
     summed(ranks)
 }
@@ -206,7 +206,7 @@ fn load(chain: Chain, layout: Layout, dir: &Path) -> Trained {
         assert_eq!(run.optimizer.loss_scale(), 128.0);
         let state = run.state()?;
         let loss = run.step(2)?;
-        Ok((state, loss, local_bits(&run.stage)))
+        Ok((state, loss, local_bits(&run.part)))
     });
     summed(ranks)
 }
@@ -217,6 +217,7 @@ fn every_layout_resumes_from_every_other() {
         let chain = Chain {
             dtype,
             tied,
+            fused: true,
             ..Chain::default()
         };
         let dirs = LAYOUTS.map(|_| tempdir().unwrap());
@@ -276,19 +277,19 @@ fn refilled_and_frozen_parameters() {
         let run = |mesh: Mesh, seed: u64| -> Result<Run> {
             let store = ParamStore::init(seed).with_data_parallel(zero);
             let store = store.freeze(|name| name.contains("up.weight") || name.contains("embed"));
-            let stage = chain.stage(&mesh, &store)?;
+            let part = chain.part(&mesh, &store)?;
             let optimizer =
-                DistributedOptimizer::adamw(stage.params(), &mesh, AdamWConfig::default())?;
+                DistributedOptimizer::adamw(part.params(), &mesh, AdamWConfig::default())?;
             Ok(Run {
                 chain,
                 mesh,
-                stage,
+                part,
                 optimizer,
             })
         };
         let saved = on_mesh((1, 2, 2), |mesh| {
             let mut run = run(mesh, 5)?;
-            let params = run.stage.params();
+            let params = run.part.params();
             // A frozen one, and one that is trained.
             for name in ["layers.1.up.weight", "layers.0.norm.weight"] {
                 let index = params.iter().position(|param| param.name == name).unwrap();
@@ -299,17 +300,17 @@ fn refilled_and_frozen_parameters() {
             let mut saver = run.saver(dir.path(), 1)?;
             saver.start(&run.optimizer, 0, json!(null))?;
             saver.finish()?.unwrap().saved.unwrap();
-            let weights = gather_weights(&run.stage, &run.mesh)?;
+            let weights = gather_weights(&run.part, &run.mesh)?;
             run.step(0)?;
-            Ok((weights, gather_weights(&run.stage, &run.mesh)?))
+            Ok((weights, gather_weights(&run.part, &run.mesh)?))
         });
         let loaded = on_mesh((2, 1, 1), |mesh| {
             let mut run = run(mesh, 6)?;
             run.open(&dir.path().join("step-000000"))?
                 .load(&mut run.optimizer)?;
-            let weights = gather_weights(&run.stage, &run.mesh)?;
+            let weights = gather_weights(&run.part, &run.mesh)?;
             run.step(0)?;
-            Ok((weights, gather_weights(&run.stage, &run.mesh)?))
+            Ok((weights, gather_weights(&run.part, &run.mesh)?))
         });
         assert!(loaded[0].0 == saved[0].0, "{zero:?}");
         for (name, values) in &loaded[0].1 {

@@ -248,7 +248,7 @@ fn the_latest_may_still_be_without_its_name() {
     // Nobody else writes there until this one does.
     let second = message(TrainingCheckpoint::latest(&alone(), dir));
     assert_says(&second, &["another run is writing to it"]);
-    let saver = CheckpointSaver::new(&alone(), (dir, 1), Some(&latest)).unwrap();
+    let saver = CheckpointSaver::new(&alone(), dir, 1, Some(&latest)).unwrap();
     drop(latest);
     let second = message(TrainingCheckpoint::latest(&alone(), dir));
     assert_says(&second, &["another run is writing to it"]);
@@ -261,7 +261,7 @@ fn the_name_of_the_folder_must_be_text() {
     use std::os::unix::ffi::OsStrExt;
     let dir = tempdir().unwrap();
     let name = std::ffi::OsStr::from_bytes(b"\xff");
-    let saver = CheckpointSaver::new(&alone(), (&dir.path().join(name), 1), None);
+    let saver = CheckpointSaver::new(&alone(), &dir.path().join(name), 1, None);
     assert_says(&message(saver), &["the checkpoint folder", "is not UTF-8"]);
     assert!(names(dir.path()).is_empty());
 }
@@ -320,7 +320,7 @@ fn save_after(dir: &Path, resumed: &TrainingCheckpoint, step: usize) {
         let layout = layout(alone, ZeroStage::Zero);
         let mut run = Run::new(Chain::default(), layout, mesh.clone(), 5, dir)?;
         run.step(step as u64)?;
-        let mut saver = CheckpointSaver::new(&mesh.world, (dir, 3), Some(resumed))?;
+        let mut saver = CheckpointSaver::new(&mesh.world, dir, 3, Some(resumed))?;
         saver.start(&run.optimizer, step, json!(step))?;
         assert!(saver.finish()?.unwrap().saved.is_ok());
         Ok(())
@@ -370,7 +370,7 @@ fn old_checkpoints_are_removed_on_request_but_for_the_newest_before_a_step() {
 fn two_runs_and_one_folder() {
     let dir = tempdir().unwrap();
     let dir = dir.path();
-    let saver = |resumed| CheckpointSaver::new(&alone(), (dir, 1), resumed);
+    let saver = |resumed| CheckpointSaver::new(&alone(), dir, 1, resumed);
     let first = saver(None).unwrap();
     assert_says(
         &message(saver(None)),
@@ -394,7 +394,7 @@ fn two_runs_and_one_folder() {
     let (latest, _) = TrainingCheckpoint::latest(&alone(), dir).unwrap();
     saver(latest.as_ref()).unwrap();
     assert_says(
-        &message(CheckpointSaver::new(&alone(), (dir, 0), None)),
+        &message(CheckpointSaver::new(&alone(), dir, 0, None)),
         &["at least 1"],
     );
 }
@@ -413,15 +413,15 @@ fn a_save_that_fails_leaves_the_older_one_and_training_goes_on() -> Result<()> {
         // One of the two ranks cannot write.
         let name = "head.weight";
         if let Some(index) = run
-            .stage
+            .part
             .params()
             .iter()
             .position(|param| param.name == name)
         {
-            let param = run.stage.params().get(index);
-            let device = run.stage.device();
+            let param = run.part.params().get(index);
+            let device = run.part.device();
             let values = Tensor::full(f32::NAN, param.local_shape(), device)?;
-            run.stage.params().refill(index, &values)?;
+            run.part.params().refill(index, &values)?;
         }
         saver.start(&run.optimizer, 2, json!(null))?;
         let second = message(saver.start(&run.optimizer, 3, json!(null)));
@@ -446,7 +446,7 @@ fn a_folder_that_cannot_be_written_to() {
     for place in ["file", "file/below"] {
         let place = dir.path().join(place);
         let said = on_mesh(TWO_REPLICAS, |mesh| {
-            Ok(said(CheckpointSaver::new(&mesh.world, (&place, 1), None)))
+            Ok(said(CheckpointSaver::new(&mesh.world, &place, 1, None)))
         });
         assert_says(&said[0], &["cannot make the checkpoint folder", "file"]);
         assert_eq!(said[0], said[1]);

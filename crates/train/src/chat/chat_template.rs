@@ -38,6 +38,7 @@ pub struct ChatTemplate {
 
 /// A conversation as text.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Rendered {
     /// The text.
     pub text: String,

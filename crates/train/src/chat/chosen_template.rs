@@ -36,6 +36,7 @@ const ANSWER: &str = "answer";
 
 /// How a template and a tokenizer go together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TemplateFit {
     /// What the template writes after what the assistant says, without white space around it.
     pub end_of_turn: Option<String>,

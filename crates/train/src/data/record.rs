@@ -40,6 +40,7 @@ pub enum Record {
 
 /// How a record is spelled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum RecordFormat {
     /// A text file, or `{"text"}`.
     Text,

@@ -12,6 +12,7 @@ use crate::file_format::ENDINGS;
 
 /// Records from which nothing is learned for one reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct SkippedRecords {
     /// Why, as a part of a sentence.
     pub reason: String,
@@ -39,6 +40,7 @@ pub(crate) struct Occurrences {
 
 /// What was found in a data set.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct DataReport {
     /// Records that could not be read.
     pub num_malformed: usize,

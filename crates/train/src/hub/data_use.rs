@@ -2,6 +2,7 @@
 
 /// What data is read for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum DataUse {
     /// To be trained on.
     Training,

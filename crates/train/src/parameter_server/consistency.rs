@@ -2,6 +2,7 @@
 
 /// When the workers of a [`ParameterServer`](super::ParameterServer) get updated weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Consistency {
     /// When the gradients of all workers are there: their sum, in the order of the workers, is one update, that of data parallelism. A
     /// worker that is gone ends the run.

@@ -258,6 +258,7 @@ impl ParameterServer {
         }
         Ok(StepDone {
             report: StepReport {
+                metrics: Default::default(),
                 loss: self.last_loss,
                 grad_norm: self.last_norm,
                 is_skipped: false,

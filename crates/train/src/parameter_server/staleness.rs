@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// Steps by which workers were ahead of the slowest one when their gradients were applied, over the gradients of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Staleness {
     /// On average.
     pub mean: f64,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use candle_comm::{Departure, Mailbox, Mesh, ProcessGroup, Received};
 use candle_core::{Device, Error, Result, Tensor};
-use candle_parallel::{Gradients, MicroBatch, Pipeline, Schedule, Stage};
+use candle_parallel::{Gradients, ModelPart, Pass, Pipeline, Schedule};
 
 use super::message::{HELLO, PUSH, Push, REPLY, Reply, START, Start};
 use crate::batches::Batches;
@@ -15,7 +15,7 @@ use crate::batches::Batches;
 /// optimizer.
 pub struct Worker {
     mailbox: Arc<Mailbox>,
-    stage: Stage,
+    part: ModelPart,
     pipeline: Pipeline,
     gradients: Gradients,
     /// Of each server, the values of each bucket that it updates.
@@ -33,15 +33,15 @@ impl Worker {
     pub fn join(
         mailbox: &Arc<Mailbox>,
         num_servers: usize,
-        build: impl FnOnce(&Mesh) -> Result<Stage>,
+        build: impl FnOnce(&Mesh) -> Result<ModelPart>,
     ) -> Result<Option<Self>> {
         let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Default::default())?;
-        let stage = build(&mesh)?;
+        let part = build(&mesh)?;
         let mut worker = Self {
             mailbox: mailbox.clone(),
             pipeline: Pipeline::new(Schedule::OneForwardOneBackward, &mesh),
-            gradients: Gradients::new(stage.params(), &mesh)?,
-            stage,
+            gradients: Gradients::new(part.params(), &mesh)?,
+            part,
             servers: Vec::new(),
             start: Start {
                 step: 0,
@@ -50,7 +50,7 @@ impl Worker {
             },
             asks_to_stop: None,
         };
-        mailbox.bound_tensors(worker.stage.params().largest_bucket_bytes());
+        mailbox.bound_tensors(worker.part.params().largest_bucket_bytes());
         for server in 0..num_servers {
             worker.send(server, HELLO, &[])?;
         }
@@ -102,7 +102,7 @@ impl Worker {
 
     /// An error unless the servers have each value once.
     fn check_ranges(&self) -> Result<()> {
-        let own = self.stage.params().own_ranges();
+        let own = self.part.params().own_ranges();
         for (bucket, own) in own.iter().enumerate() {
             let mut ranges = self.servers.iter().map(|ranges| ranges.get(bucket));
             let end = ranges.try_fold(0, |end, range| {
@@ -122,11 +122,11 @@ impl Worker {
     }
 
     /// Computes a step's gradients and sends them to the servers.
-    fn push(&mut self, step: usize, micro_batches: &[MicroBatch]) -> Result<()> {
+    fn push(&mut self, step: usize, micro_batches: &[Pass]) -> Result<()> {
         self.gradients.clear();
         let passes =
             self.pipeline
-                .forward_backward(&self.stage, micro_batches, &mut self.gradients)?;
+                .forward_backward(&self.part, micro_batches, &mut self.gradients)?;
         let loss_sum = match &passes.loss_sum {
             Some(sum) => sum.to_scalar::<f64>()?,
             None => 0.0,
@@ -143,7 +143,7 @@ impl Worker {
                 worker: self.mailbox.rank(),
                 step,
                 loss_sum,
-                num_targets: passes.num_targets,
+                num_targets: passes.num_targets as usize,
                 num_positions,
                 asks_to_stop,
                 norm,
@@ -173,7 +173,7 @@ impl Worker {
             match received {
                 Some(Received::Mail(mail)) => {
                     let reply = Reply::of(mail)?;
-                    let params = self.stage.params();
+                    let params = self.part.params();
                     params.take_slices(ranges, &reply.slices, reply.num_updates)?;
                     self.gradients.set_loss_scale(reply.loss_scale);
                     if reply.is_stopped {

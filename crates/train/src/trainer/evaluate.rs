@@ -26,8 +26,8 @@ impl Trainer {
         };
         let start = Instant::now();
         self.world.set_step(self.step, "evaluation");
-        let batches = evaluation.batches.iter();
-        let mut own = self.pipeline.evaluate(&self.stage, batches)?;
+        let batches = (evaluation.batches)();
+        let mut own = self.pipeline.evaluate(&self.part, batches)?;
         if !self.counts_losses {
             own = EvalSums::default();
         }
@@ -37,7 +37,7 @@ impl Trainer {
             let of_rank: EvalSums = serde_json::from_slice(&of_rank).map_err(Error::wrap)?;
             all = all + of_rank;
         }
-        let num_targets = all.num_targets as f64;
+        let num_targets = all.num_targets;
         let loss = all.loss() / num_targets;
         evaluation.history.add(loss, self.step);
         if let Some(checkpoints) = &mut self.checkpoints {
@@ -50,7 +50,7 @@ impl Trainer {
             eval_loss: loss,
             eval_perplexity: loss.exp(),
             eval_accuracy: all.num_right.map(|right| right / num_targets),
-            eval_num_tokens: all.num_targets,
+            eval_num_tokens: all.num_targets as usize,
             eval_secs: start.elapsed().as_secs_f64(),
         }))
     }

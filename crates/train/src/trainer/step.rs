@@ -5,7 +5,7 @@ use std::time::Instant;
 use candle_comm::trace::{self, SpanKind};
 use candle_core::{Device, Result, bail};
 use candle_ops::Stopwatch;
-use candle_parallel::MicroBatch;
+use candle_parallel::Pass;
 
 use super::{GradientSource, Trainer};
 use crate::checkpoints::Checkpoints;
@@ -14,7 +14,7 @@ use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
 
 impl Trainer {
-    pub(super) fn run_step(&mut self, micro_batches: &[MicroBatch]) -> Result<StepMetrics> {
+    pub(super) fn run_step(&mut self, micro_batches: &[Pass]) -> Result<StepMetrics> {
         let start = Instant::now();
         let loss_scale = self.optimizer.loss_scale();
         let learning_rate = self.config.lr_schedule.at(self.step);
@@ -48,6 +48,7 @@ impl Trainer {
             gflops_per_sec: self.flops.map(|flops| flops.gflops_per_sec(per_sec)),
             mfu: self.flops.and_then(|flops| flops.mfu(per_sec)),
             staleness,
+            reported: report.metrics,
             memory: self.memory(),
         };
         self.note_loss(&metrics);
@@ -71,11 +72,11 @@ impl Trainer {
             asks_to_stop,
             pauses_at,
         };
-        server.step((self.stage.params(), &mut self.optimizer), &step)
+        server.step((self.part.params(), &mut self.optimizer), &step)
     }
 
     /// A step whose gradients the passes of the mesh's ranks compute.
-    fn step_of_passes(&mut self, micro_batches: &[MicroBatch]) -> Result<StepDone> {
+    fn step_of_passes(&mut self, micro_batches: &[Pass]) -> Result<StepDone> {
         let GradientSource::Passes(gradients) = &mut self.source else {
             bail!("a step of passes on a server");
         };
@@ -84,7 +85,7 @@ impl Trainer {
         let hidden = candle_comm::hidden();
         let passes = self
             .pipeline
-            .forward_backward(&self.stage, micro_batches, gradients)?;
+            .forward_backward(&self.part, micro_batches, gradients)?;
         // As late as the others can still hear it with the losses.
         if self.asks_to_stop.as_ref().is_some_and(|asks| asks()) {
             gradients.ask_to_stop();
@@ -120,7 +121,7 @@ impl Trainer {
         self.debug.tell(self.step + 1, &self.times);
         Ok(StepDone {
             report,
-            num_positions: self.num_positions(micro_batches)?,
+            num_positions: self.num_positions(micro_batches),
             staleness: None,
         })
     }
@@ -139,13 +140,17 @@ impl Trainer {
         self.asks_to_stop.as_ref().is_some_and(|asks| asks())
     }
 
-    /// Positions of the global batch, whether they are targets or not, if all replicas have as many as this one.
-    fn num_positions(&self, micro_batches: &[MicroBatch]) -> Result<usize> {
+    /// Positions of the global batch, whether they are targets or not, if all replicas have as many as this one; of inputs that are
+    /// no ids, samples.
+    fn num_positions(&self, micro_batches: &[Pass]) -> usize {
         let positions = micro_batches.iter().map(|batch| {
-            let (b, t) = batch.dims()?;
-            Ok(b * t)
+            let inputs = batch.inputs();
+            match inputs.dtype().is_int() {
+                true => inputs.elem_count(),
+                false => inputs.dims().first().copied().unwrap_or(1),
+            }
         });
-        Ok(self.num_replicas * positions.sum::<Result<usize>>()?)
+        self.num_replicas * positions.sum::<usize>()
     }
 }
 

@@ -1,6 +1,6 @@
 use candle_core::{Device, IndexOp};
 use candle_ops::IGNORE_INDEX;
-use candle_parallel::MicroBatch;
+use candle_parallel::Pass;
 use candle_train::{BatchConfig, Batches, SampleConfig, Samples, Tokens};
 
 use crate::assert_error;
@@ -27,11 +27,11 @@ fn batches(
 }
 
 /// Each sequence's index in the text, checking that each token has the next one as its target, but the last of the text and padding.
-fn samples(micro_batches: &[MicroBatch], num_tokens: u32, t: usize) -> Vec<usize> {
+fn samples(micro_batches: &[Pass], num_tokens: u32, t: usize) -> Vec<usize> {
     let mut samples = Vec::new();
     for micro_batch in micro_batches {
-        let tokens = micro_batch.tokens.to_vec2::<u32>().unwrap();
-        let targets = micro_batch.targets.as_ref().unwrap();
+        let tokens = micro_batch.inputs().to_vec2::<u32>().unwrap();
+        let targets = micro_batch.targets().unwrap();
         for (row, tokens) in tokens.iter().enumerate() {
             let targets = targets.i(row).unwrap().to_vec1::<u32>().unwrap();
             if targets.iter().all(|&id| id == IGNORE_INDEX) {
@@ -283,7 +283,7 @@ fn padding_is_what_the_micro_batches_of_all_ranks_hold_beside_tokens() {
                 (0..dp).map(|rank| batches((23, 7), &config(micro, global, false), (rank, dp)));
             let (mut num_targets, mut num_positions) = (0, 0);
             for batches in ranks {
-                assert!((batches.padding(step).unwrap() - expected).abs() < 1e-12);
+                assert!((batches.filling(step).unwrap().padding() - expected).abs() < 1e-12);
                 for micro_batch in batches.batch(step).unwrap() {
                     let (b, t) = micro_batch.dims().unwrap();
                     num_positions += b * t;
@@ -309,8 +309,8 @@ fn positions_are_those_of_all_replicas_and_epochs_have_fractions() {
         let of_rank = |rank| batches((115, 8), &config, (rank, dp));
         for step in 0..6 {
             let positions = (0..dp).flat_map(|rank| of_rank(rank).batch(step).unwrap());
-            let positions = positions.map(|batch| batch.tokens.elem_count());
-            let counted = of_rank(0).num_positions(step).unwrap();
+            let positions = positions.map(|batch| batch.inputs().elem_count());
+            let counted = of_rank(0).filling(step).unwrap().num_positions;
             assert_eq!(counted, positions.sum::<usize>(), "{dp} {step}");
         }
         let epochs = [0, 1, 2, 3, 4].map(|step| of_rank(0).epoch(step).unwrap());

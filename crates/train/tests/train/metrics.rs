@@ -24,6 +24,7 @@ pub fn step(step: usize) -> StepMetrics {
         gflops_per_sec: Some(1.5),
         mfu: None,
         staleness: None,
+        reported: Default::default(),
         memory: MemoryReport::default(),
     }
 }

@@ -8,13 +8,13 @@
 //! `scaled_dot_product_flash_attention.h`, and by the workspaces of the plans.)
 
 use super::graph::{
-    DELTA, EXP, FLOAT, GRAD, Graph, IDENTITY, K, K_GRAD, LOG_SUM_EXP, MUL, Node, ONE, OUT, Q,
-    Q_GRAD, Q_SUMS, SCALE, SUB, SUM, V, V_GRAD, by_column,
+    DELTA, EXP, FLOAT, GRAD, Graph, IDENTITY, K, K_GRAD, K_HEAD_GRADS, LOG_SUM_EXP, MUL, Node, ONE,
+    OUT, Over, Q, Q_GRAD, Q_SUMS, SCALE, SUB, SUM, V, V_GRAD, V_HEAD_GRADS, by_column,
 };
-use super::sizes::Pass;
+use super::sizes::Direction;
 use candle_core::Result;
 
-pub(super) fn describe(graph: &mut Graph, pass: Pass) -> Result<()> {
+pub(super) fn describe(graph: &mut Graph, pass: Direction) -> Result<()> {
     let (q, grad, out) = (
         graph.of_queries(Q)?,
         graph.of_queries(GRAD)?,
@@ -26,30 +26,32 @@ pub(super) fn describe(graph: &mut Graph, pass: Pass) -> Result<()> {
     let scores = graph.score_dims();
 
     let product = graph.between(FLOAT, scores)?;
-    let product = graph.product(q, k, product)?;
+    let product = graph.product(Over::Scores, [q, k], product)?;
     let scaled = graph.map2(MUL, product, scale)?;
     let log_sum_exp = graph.of_rows(LOG_SUM_EXP)?;
     let log_probabilities = graph.map2(SUB, scaled, log_sum_exp)?;
     let seen = graph.seen(log_probabilities)?;
     let probabilities = graph.map(EXP, seen)?;
-    describe_key_grad(graph, probabilities, grad, V_GRAD)?;
+    describe_key_grad(graph, [probabilities, grad], [V_GRAD, V_HEAD_GRADS])?;
 
     let product = graph.between(FLOAT, scores)?;
-    let product = graph.product(grad, v, product)?;
+    let product = graph.product(Over::Scores, [grad, v], product)?;
     let above_mean = graph.map2(SUB, product, delta)?;
     let unscaled = graph.map2(MUL, above_mean, probabilities)?;
     let score_grad = graph.map2(MUL, unscaled, scale)?;
-    describe_key_grad(graph, score_grad, q, K_GRAD)?;
+    describe_key_grad(graph, [score_grad, q], [K_GRAD, K_HEAD_GRADS])?;
 
     let keys = graph.keys_by_row(k)?;
     let q_grad = graph.of_queries(Q_GRAD)?;
     match pass {
-        Pass::Backward => {
+        Direction::Backward => {
             let sums = graph.of_sums(Q_SUMS)?;
-            let sums = graph.product(score_grad, keys, sums)?;
+            let sums = graph.product(Over::Queries, [score_grad, keys], sums)?;
             graph.map_into(IDENTITY, sums, q_grad)
         }
-        Pass::Forward | Pass::DeterministicBackward => graph.product(score_grad, keys, q_grad),
+        Direction::Forward | Direction::DeterministicBackward => {
+            graph.product(Over::Queries, [score_grad, keys], q_grad)
+        }
     }?;
     Ok(())
 }
@@ -65,18 +67,22 @@ fn describe_delta(graph: &mut Graph, grad: Node, out: Node) -> Result<Node> {
     graph.map2_into(MUL, sum, one, delta)
 }
 
-/// `scores^T rows`, summed over the heads of a group.
-fn describe_key_grad(graph: &mut Graph, scores: Node, rows: Node, number: i64) -> Result<()> {
+/// `scores^T rows`, summed over the heads of a group: the number of that sum, and of its parts.
+fn describe_key_grad(
+    graph: &mut Graph,
+    [scores, rows]: [Node; 2],
+    [number, head_number]: [i64; 2],
+) -> Result<()> {
     let dims = graph.score_dims();
-    let transposed = graph.between_with_strides(graph.narrow(), dims, by_column(dims))?;
+    let transposed = graph.between_with_strides(graph.narrow(), dims, by_column(dims), None)?;
     let transposed = graph.reordered(scores, transposed)?;
     let grad = graph.of_keys(number)?;
     if graph.has_groups() {
-        let of_each_head = graph.between(graph.narrow(), graph.query_dims())?;
-        let of_each_head = graph.product(transposed, rows, of_each_head)?;
+        let of_each_head = graph.of_key_heads(head_number)?;
+        let of_each_head = graph.product(Over::Keys, [transposed, rows], of_each_head)?;
         graph.reduction(SUM, of_each_head, grad)?;
     } else {
-        graph.product(transposed, rows, grad)?;
+        graph.product(Over::Keys, [transposed, rows], grad)?;
     }
     Ok(())
 }

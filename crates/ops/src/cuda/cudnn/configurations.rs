@@ -4,7 +4,7 @@ use super::descriptor::{Descriptor, Value};
 use super::graph::Graph;
 use super::library::{Library, Opaque, is_out_of_memory};
 use super::plan::Plan;
-use super::sizes::{Pass, Sizes};
+use super::sizes::{Direction, Sizes};
 use super::{backward, forward};
 use candle_core::Result;
 
@@ -36,10 +36,10 @@ pub(super) struct Configurations {
 impl Configurations {
     /// Describes the pass; asks for nothing yet.
     pub(super) fn new(library: &'static Library, target: Target, sizes: Sizes) -> Result<Self> {
-        let mut graph = Graph::new(library, sizes);
+        let mut graph = Graph::new(library, sizes)?;
         match sizes.pass {
-            Pass::Forward => forward::describe(&mut graph)?,
-            Pass::Backward | Pass::DeterministicBackward => {
+            Direction::Forward => forward::describe(&mut graph)?,
+            Direction::Backward | Direction::DeterministicBackward => {
                 backward::describe(&mut graph, sizes.pass)?;
             }
         }

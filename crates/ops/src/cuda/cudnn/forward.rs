@@ -1,7 +1,7 @@
 //! The forward pass: `o = softmax(seen(scale q k^T)) v`, and the log-sum-exp of each row of scores.
 
 use super::graph::{
-    ADD, DIV, EXP, FLOAT, Graph, K, LOG, LOG_SUM_EXP, MAX, MUL, OUT, Q, SCALE, SUB, SUM, V,
+    ADD, DIV, EXP, FLOAT, Graph, K, LOG, LOG_SUM_EXP, MAX, MUL, OUT, Over, Q, SCALE, SUB, SUM, V,
 };
 use candle_core::Result;
 
@@ -13,7 +13,7 @@ pub(super) fn describe(graph: &mut Graph) -> Result<()> {
     );
     let (scores, rows) = (graph.score_dims(), graph.row_dims());
     let product = graph.between(FLOAT, scores)?;
-    let product = graph.product(q, k, product)?;
+    let product = graph.product(Over::Scores, [q, k], product)?;
     let scale = graph.number(SCALE)?;
     let scaled = graph.map2(MUL, product, scale)?;
     let seen = graph.seen(scaled)?;
@@ -29,6 +29,6 @@ pub(super) fn describe(graph: &mut Graph) -> Result<()> {
     let probabilities = graph.between(graph.narrow(), scores)?;
     graph.map2_into(DIV, exp, sum, probabilities)?;
     let out = graph.of_queries(OUT)?;
-    graph.product(probabilities, v, out)?;
+    graph.product(Over::Queries, [probabilities, v], out)?;
     Ok(())
 }

@@ -10,6 +10,11 @@
 //! in a workspace; that grows with the square of the length, with a window too, so a backward pass over many long sequences is
 //! several calls.
 //!
+//! Sequences of several documents each are another graph: each document is a sequence of the batch, and tensors of the call say
+//! where it begins and how many tokens it has (`cuda::ragged`). The log-sum-exps then lie by token; they are brought into the order of our
+//! kernels, and back. Numbers of documents and their lengths are padded to powers of two, so that few plans are made. The graphs are
+//! those of NVIDIA's cudnn-frontend 1.32, operation by operation, as cuDNN's log shows both.
+//!
 //! A configuration of kernels that fails when it runs gives way to the next that cuDNN suggests.
 //!
 //! The library is opened when it is first needed, so a build needs neither its headers nor itself.
@@ -30,6 +35,7 @@ mod library;
 mod plan;
 mod plans;
 mod sizes;
+mod work;
 
 pub(super) use call::{attention_backward, attention_forward};
 pub(super) use library::version;

@@ -72,7 +72,7 @@ mod tests {
     use super::super::descriptor::{Descriptor, Value};
     use super::super::library::Library;
     use super::super::plans::PlansOfSizes;
-    use super::super::sizes::{Pass, Sizes};
+    use super::super::sizes::{Direction, Packed, Sizes};
     use candle_core::{DType, Result};
 
     /// An H200 as cuDNN describes it.
@@ -84,81 +84,154 @@ mod tests {
 "deviceName": "NVIDIA H200", "totalGlobalMem": 150754820096}"#;
 
     /// The H100 with 80 GB differs from it in its memory.
-    fn gpus() -> [String; 2] {
-        let h100 = H200
-            .replace("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+    fn h100() -> String {
+        H200.replace("NVIDIA H200", "NVIDIA H100 80GB HBM3")
             .replace("3201000", "2619000")
             .replace("62914560", "52428800")
-            .replace("150754820096", "85024112640");
-        [H200.to_string(), h100]
+            .replace("150754820096", "85024112640")
+    }
+
+    /// An A100 with 80 GB.
+    fn a100() -> String {
+        H200.replace("NVIDIA H200", "NVIDIA A100-SXM4-80GB")
+            .replace("132", "108")
+            .replace("1980000", "1410000")
+            .replace("62914560", "41943040")
+            .replace("232448", "166912")
+            .replace("\"deviceVer\": 900", "\"deviceVer\": 800")
+            .replace("150754820096", "84987740160")
+    }
+
+    /// Sequences, tokens and head_dim. Then documents, the most tokens of one, and tokens in all, of packed ones.
+    const SEQUENCES: [(usize, usize, usize); 7] = [
+        (8, 4096, 64),
+        (1, 4096, 96),
+        (8, 4096, 128),
+        (2, 1000, 256),
+        (2, 200, 64),
+        (2, 129, 128),
+        (2, 37, 16),
+    ];
+    const DOCUMENTS: [(usize, usize, usize, usize); 4] = [
+        (128, 4096, 32768, 64),
+        (64, 1024, 16384, 128),
+        (16, 1024, 2000, 256),
+        (16, 128, 400, 96),
+    ];
+
+    /// All sizes with each number of heads, each window, type and pass.
+    fn cases() -> impl Iterator<Item = Sizes> {
+        let sequences = SEQUENCES.map(|(b, t, d)| (b, t, None, d));
+        let documents = DOCUMENTS.map(|(b, t, tokens, d)| {
+            let is_by_token = true;
+            let packed = Packed {
+                tokens,
+                is_by_token,
+            };
+            (b, t, Some(packed), d)
+        });
+        let sizes = [(32, 8), (4, 4)].into_iter().flat_map(move |heads| {
+            let both = sequences.into_iter().chain(documents);
+            both.map(move |sizes| (heads, sizes))
+        });
+        let passes = [
+            Direction::Forward,
+            Direction::Backward,
+            Direction::DeterministicBackward,
+        ];
+        sizes.flat_map(move |((heads, kv_heads), (b, t, packed, d))| {
+            passes.into_iter().flat_map(move |pass| {
+                let variants = [None, Some(t / 3 + 1)]
+                    .into_iter()
+                    .flat_map(|window| [(window, DType::BF16), (window, DType::F16)]);
+                variants.map(move |(window, dtype)| Sizes {
+                    pass,
+                    dtype,
+                    b,
+                    t,
+                    packed,
+                    heads,
+                    kv_heads,
+                    d,
+                    window,
+                })
+            })
+        })
+    }
+
+    /// Those of packed documents that cuDNN takes on an A100: heads of at most 128, and of the backward passes the one in no fixed
+    /// order, with statistics and sums that are not by token.
+    fn cases_of_a100() -> impl Iterator<Item = Sizes> {
+        let is_taken = |sizes: &Sizes| {
+            sizes.packed.is_some()
+                && sizes.d <= 128
+                && sizes.pass != Direction::DeterministicBackward
+        };
+        cases().filter(is_taken).map(|sizes| Sizes {
+            packed: sizes.packed.map(|packed| Packed {
+                is_by_token: sizes.pass == Direction::Forward,
+                ..packed
+            }),
+            ..sizes
+        })
     }
 
     /// Needs libcudnn.so.9 and a libcuda.so.1, though no GPU: one whose modules load and whose other functions answer with the
     /// error that there is no device is enough. Without any, cuDNN plans nothing; so this runs on demand.
     #[test]
     fn cudnn_plans_every_size_for_an_h100_and_an_h200() -> Result<()> {
+        plan("H200", H200, cases())?;
+        plan("H100", &h100(), cases())
+    }
+
+    #[test]
+    fn cudnn_plans_packed_documents_for_an_a100() -> Result<()> {
+        plan("A100", &a100(), cases_of_a100())
+    }
+
+    /// Plans the cases for a GPU of these properties, and prints a row of a table for each.
+    fn plan(name: &str, gpu: &str, cases: impl Iterator<Item = Sizes>) -> Result<()> {
         if std::env::var_os("CANDLE_TRAIN_CUDNN_PLANS").is_none() {
             eprintln!("SKIPPED: CANDLE_TRAIN_CUDNN_PLANS is not set");
             return Ok(());
         }
         let library = Library::get().map_err(candle_core::Error::msg)?;
         println!(
-            "| GPU | pass | type | b | t | heads | d | window | sequences a call | workspace MiB | sums MiB | configurations |"
+            "| GPU | pass | type | b | t | packed tokens | heads | d | window | sequences a call | workspace MiB | beside it MiB | configurations |"
         );
-        for gpu in gpus() {
-            let properties =
-                Descriptor::of(library, 38, &[(2702, Value::Text(&format!("{gpu}\0")))])?;
-            let target = Target::Properties(properties.raw());
-            let name = if gpu.contains("H200") { "H200" } else { "H100" };
-            for ((heads, kv_heads), (b, t, d)) in [(32, 8), (4, 4)].into_iter().flat_map(|heads| {
-                [
-                    (8, 4096, 64),
-                    (1, 4096, 96),
-                    (8, 4096, 128),
-                    (2, 1000, 256),
-                    (2, 200, 64),
-                    (2, 129, 128),
-                    (2, 37, 16),
-                ]
-                .map(|sizes| (heads, sizes))
-            }) {
-                let passes = [Pass::Forward, Pass::Backward, Pass::DeterministicBackward];
-                let variants = [None, Some(t / 3 + 1)]
-                    .into_iter()
-                    .flat_map(|window| [(window, DType::BF16), (window, DType::F16)]);
-                for (pass, (window, dtype)) in passes
-                    .into_iter()
-                    .flat_map(|pass| variants.clone().map(move |variant| (pass, variant)))
-                {
-                    let all = Sizes {
-                        pass,
-                        dtype,
-                        b,
-                        t,
-                        heads,
-                        kv_heads,
-                        d,
-                        window,
-                    };
-                    let planned = |sizes: Sizes| -> Result<usize> {
-                        let plans = PlansOfSizes::new(library, target, sizes, None);
-                        let mut plans = plans.map_err(|err| err.context(format!("{sizes:?}")))?;
-                        Ok(plans.current()?.workspace_bytes)
-                    };
-                    let call = all.of_one_call(all.scratch_bytes(planned(all)?));
-                    let bytes = planned(call)?;
-                    let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
-                    let (workspace, sums) = (mib(bytes), mib(4 * call.num_sums()));
-                    let mut configurations = Configurations::new(library, target, call)?;
-                    println!(
-                        "| {name} | {pass:?} | {dtype:?} | {b} | {t} | {heads} on {kv_heads} | {d} | {window:?} | {} | {workspace:.1} | {sums:.1} | {} |",
-                        call.b,
-                        configurations.count()?
-                    );
-                    assert!(call.scratch_bytes(bytes) < 3 << 30, "{all:?}");
-                    assert!(pass != Pass::Backward || call.b == b, "{all:?}");
-                }
-            }
+        let properties = Descriptor::of(library, 38, &[(2702, Value::Text(&format!("{gpu}\0")))])?;
+        let target = Target::Properties(properties.raw());
+        for all in cases {
+            let planned = |sizes: Sizes| -> Result<usize> {
+                let plans = PlansOfSizes::new(library, target, sizes, None);
+                let mut plans = plans.map_err(|err| err.context(format!("{sizes:?}")))?;
+                Ok(plans.current()?.workspace_bytes)
+            };
+            let call = all.of_one_call(planned(all)?);
+            let bytes = planned(call)?;
+            let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
+            let (workspace, beside) = (mib(bytes), mib(call.bytes_beside_workspace()));
+            let mut configurations = Configurations::new(library, target, call)?;
+            let Sizes {
+                pass,
+                dtype,
+                b,
+                t,
+                packed,
+                heads,
+                kv_heads,
+                d,
+                window,
+            } = all;
+            println!(
+                "| {name} | {pass:?} | {dtype:?} | {b} | {t} | {:?} | {heads} on {kv_heads} | {d} | {window:?} | {} | {workspace:.1} | {beside:.1} | {} |",
+                packed.map(|packed| packed.tokens),
+                call.b,
+                configurations.count()?
+            );
+            assert!(bytes + call.bytes_beside_workspace() < 3 << 30, "{all:?}");
+            let is_one_call = pass == Direction::Backward && packed.is_none_or(|it| it.is_by_token);
+            assert!(!is_one_call || call.b == b, "{all:?}");
         }
         Ok(())
     }

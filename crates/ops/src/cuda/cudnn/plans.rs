@@ -4,7 +4,7 @@ use super::choice::Choice;
 use super::configurations::{Configurations, Target};
 use super::library::{Library, Opaque, is_out_of_memory};
 use super::plan::Plan;
-use super::sizes::{Pass, Sizes};
+use super::sizes::{Direction, Packed, Sizes};
 use crate::GpuSettings;
 use candle_core::{CudaDevice, Error, Result};
 use std::collections::hash_map::Entry;
@@ -22,7 +22,7 @@ pub(super) struct Plans {
     /// By GPU and sizes of all sequences.
     calls: HashMap<(usize, Sizes), Sizes>,
     /// Passes of which one plan was told.
-    passes: HashSet<Pass>,
+    passes: HashSet<Direction>,
     told: HashSet<String>,
 }
 
@@ -31,6 +31,9 @@ struct Handle(Opaque);
 
 // SAFETY: a handle may be used by any thread, by one at a time; the lock of the plans sees to that.
 unsafe impl Send for Handle {}
+
+/// After the reason why packed documents are not cuDNN's, while sequences of one document each may be.
+pub(super) const PACKING_HINT: &str = "\nhint: packing costs the tensor cores here, by estimate up to 10 times the time of a step; --no-packing gives each record a sequence of its own, which cuDNN takes";
 
 static PLANS: Mutex<Option<Plans>> = Mutex::new(None);
 
@@ -82,7 +85,7 @@ impl Plans {
         let Some(plan) = self.plan(library, (gpu, handle), sizes)? else {
             return Ok(None);
         };
-        let call = sizes.of_one_call(sizes.scratch_bytes(plan.workspace_bytes));
+        let call = sizes.of_one_call(plan.workspace_bytes);
         if call != sizes {
             self.plans.remove(&(gpu, sizes));
         }
@@ -106,8 +109,8 @@ impl Plans {
             Entry::Vacant(entry) => {
                 let of_passes = GpuSettings::get()?.cudnn_config;
                 let only = of_passes.map(|[forward, backward]| match sizes.pass {
-                    Pass::Forward => forward,
-                    Pass::Backward | Pass::DeterministicBackward => backward,
+                    Direction::Forward => forward,
+                    Direction::Backward | Direction::DeterministicBackward => backward,
                 });
                 entry.insert(
                     match PlansOfSizes::new(library, Target::Handle(handle), sizes, only) {
@@ -119,7 +122,8 @@ impl Plans {
                         }
                         Err(err) if is_out_of_memory(&err) => return Err(err),
                         Err(err) => {
-                            tell(&mut self.told, format!("{sizes:?}: {err}"));
+                            let hint = sizes.packed.map_or("", |_| PACKING_HINT);
+                            tell(&mut self.told, format!("{sizes:?}: {err}{hint}"));
                             None
                         }
                     },
@@ -201,16 +205,22 @@ impl PlansOfSizes {
     /// What it is, for the log.
     pub(super) fn describe(&self) -> String {
         let Sizes { b, t, .. } = self.sizes;
+        let of_what = match self.sizes.packed {
+            None => format!("{b} sequences of {t} tokens"),
+            Some(Packed { tokens, .. }) => {
+                format!("up to {b} documents of up to {t} tokens, {tokens} tokens in all")
+            }
+        };
         let (number, workspace_bytes) = self
             .choice
             .in_use()
             .map_or((0, 0), |(number, plan)| (number, plan.workspace_bytes));
         let mib = |bytes: usize| bytes.div_ceil(1 << 20);
         format!(
-            "attention by cuDNN, {}: configuration {number}, {} MiB of workspace and {} of sums for {b} sequences of {t} tokens",
+            "attention by cuDNN, {}: configuration {number}, {} MiB of workspace and {} of sums for {of_what}",
             self.sizes.pass,
             mib(workspace_bytes),
-            mib(4 * self.sizes.num_sums())
+            mib(self.sizes.bytes_beside_workspace())
         )
     }
 }

@@ -9,10 +9,10 @@ use super::manifest::FileRecord;
 use super::piece::Piece;
 use crate::checkpoint::free_space::{SpaceNeed, check_free_space};
 use crate::checkpoint::hf_save::HfSave;
-use crate::checkpoint::plain_file::read_file;
 use crate::checkpoint::plan::{Content, PlannedTensor, SavePlan, SavedModel, SavedParam};
-use crate::checkpoint::reader::Checkpoint;
 use crate::checkpoint::save::Folder;
+use crate::files::Checkpoint;
+use crate::files::read_file;
 
 impl TrainingCheckpoint {
     /// Writes what [`DistributedOptimizer::save_hf`](crate::DistributedOptimizer::save_hf) would have written after the checkpoint's
@@ -87,7 +87,7 @@ impl TrainingCheckpoint {
                 name: param.name.clone(),
                 shape: param.shape.clone(),
                 stored_dtype: dtype(&param.stored_dtype)?,
-                values_from: param.values_from,
+                save_source: param.save_source,
             })
         });
         let params: Vec<SavedParam> = params.collect::<Result<_>>()?;
@@ -140,7 +140,7 @@ impl TrainingCheckpoint {
             name: name.to_string(),
             shape: tensor.shape.clone(),
             dim: 0,
-            held: 0..tensor.shape.first().copied().unwrap_or(1),
+            held: (0..tensor.shape.first().copied().unwrap_or(1)).into(),
             range,
         };
         self.read(kind, &piece)

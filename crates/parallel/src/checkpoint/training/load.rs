@@ -11,9 +11,9 @@ use super::own_values::{OwnValues, own_values};
 use super::piece::Piece;
 use super::staged::{WEIGHT, tensor_name};
 use crate::agreement::agree;
-use crate::checkpoint::reader::decode;
+use crate::files::decode;
 use crate::optimizer::{DistributedOptimizer, MASTER};
-use crate::params::{CatalogEntry, Parameters, ValuesFrom};
+use crate::params::{CatalogEntry, Parameters, SaveSource};
 
 impl TrainingCheckpoint {
     /// An error that names the first parameter which the model has in another way: the checkpoint is of another model.
@@ -88,7 +88,7 @@ impl TrainingCheckpoint {
             self.load_bucket(optimizer, of_bucket)?;
         }
         for index in 0..params.len() {
-            let from = self.values_from(&params.get(index).name);
+            let from = self.save_source(&params.get(index).name);
             if params.sharded().is_none() {
                 let local = 0..params.get(index).num_values();
                 let param = params.get(index);
@@ -98,8 +98,8 @@ impl TrainingCheckpoint {
                 }
             }
             let is_trained = params.layout().place(index).is_some();
-            if is_trained || from != ValuesFrom::Source {
-                params.set_values_from(index, from);
+            if is_trained || from != SaveSource::Source {
+                params.set_save_source(index, from);
             }
         }
         optimizer.set_counters(&self.manifest.optimizer);
@@ -116,10 +116,11 @@ impl TrainingCheckpoint {
             optimizer.change_bucket(bucket, |kinds| {
                 for own in of_bucket {
                     let piece = Piece::of(params.get(own.param), own.local.clone());
-                    for (kind, buffer) in kinds {
-                        let values = self.read(kind, &piece)?;
-                        let values = Tensor::from_vec(values, own.len(), buffer.device())?;
-                        buffer.slice_set(&values, 0, own.start)?;
+                    for kind in kinds(own.param)? {
+                        let values = self.read(kind.name, &piece)?;
+                        let part = kind.part(own.start, own.len())?;
+                        let values = Tensor::from_vec(values, own.len(), part.device())?;
+                        part.slice_set(&values, 0, 0)?;
                     }
                 }
                 Ok(())
@@ -137,10 +138,10 @@ impl TrainingCheckpoint {
         Ok(())
     }
 
-    fn values_from(&self, name: &str) -> ValuesFrom {
+    fn save_source(&self, name: &str) -> SaveSource {
         let params = &self.manifest.params;
         let found = params.iter().find(|record| record.name == name);
-        found.map_or(ValuesFrom::Source, |record| record.values_from)
+        found.map_or(SaveSource::Source, |record| record.save_source)
     }
 
     /// The weights of a piece, flat, in the type and on the device of the parameter; `None` if they are those of its source.
@@ -166,7 +167,7 @@ impl TrainingCheckpoint {
 
     /// The kind of values that a parameter has here; `None`: those of its source.
     pub(super) fn kind(&self, name: &str, trainable: bool) -> Option<&'static str> {
-        let is_refilled = self.values_from(name) == ValuesFrom::Refill;
+        let is_refilled = self.save_source(name) == SaveSource::Refill;
         match (trainable, self.has(WEIGHT, name)) {
             (true, true) if is_refilled => Some(WEIGHT),
             (true, _) => Some(MASTER),

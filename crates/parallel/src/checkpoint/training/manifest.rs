@@ -13,11 +13,11 @@ use super::folder::CheckpointFolder;
 use super::piece::Piece;
 use super::rank_file;
 use crate::checkpoint::model_folder::is_sidecar;
-use crate::checkpoint::plain_file::{open_file, read_text_file};
 use crate::checkpoint::save::write_small;
+use crate::files::{open_file, read_text_file};
 use crate::lora::LoraConfig;
 use crate::optimizer::OptimizerCounters;
-use crate::params::{Parameters, ValuesFrom, ZeroStage};
+use crate::params::{Parameters, SaveSource, ZeroStage};
 
 pub(super) const MANIFEST_FILE: &str = "manifest.json";
 /// Folder of the files that a model has beside its weights.
@@ -30,6 +30,7 @@ const VERSION: u32 = 2;
 /// What a training checkpoint holds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct CheckpointManifest {
     /// The run that wrote it.
     pub run: String,
@@ -63,6 +64,7 @@ pub struct CheckpointManifest {
 /// How a checkpoint was divided over ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct SavedLayout {
     /// Pipeline stages.
     pub pp: usize,
@@ -79,6 +81,7 @@ pub struct SavedLayout {
 /// A parameter of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct ParamRecord {
     /// Hugging Face name.
     pub name: String,
@@ -90,12 +93,14 @@ pub struct ParamRecord {
     pub stored_dtype: String,
     /// Whether it was trained.
     pub trainable: bool,
-    pub(super) values_from: ValuesFrom,
+    #[serde(rename = "values_from")]
+    pub(super) save_source: SaveSource,
 }
 
 /// A file of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct FileRecord {
     /// Name, with `/` where it is in a folder.
     pub name: String,
@@ -137,23 +142,26 @@ struct Anything {}
 const PARTS: [&str; 3] = ["{\"xxh64\":\"", "\",\"manifest\":", "}\n"];
 
 impl CheckpointManifest {
-    /// Of a save that is about to begin: `values_from` tells of each parameter of the catalog where its values are from.
+    /// Of a save that is about to begin: `save_sources` tells of each parameter of the catalog where its values are from.
     pub(super) fn new(
         params: &Parameters,
-        (layout, optimizer): (SavedLayout, OptimizerCounters),
-        values_from: &[ValuesFrom],
-        (run, step, note): (&str, usize, CheckpointNote),
+        layout: SavedLayout,
+        optimizer: OptimizerCounters,
+        save_sources: &[SaveSource],
+        run: &str,
+        step: usize,
+        note: CheckpointNote,
     ) -> Self {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH);
         let source = params.checkpoint().map(|source| source.dir());
-        let entries = params.catalog().iter().zip(values_from);
-        let entries = entries.map(|(entry, &values_from)| ParamRecord {
+        let entries = params.catalog().iter().zip(save_sources);
+        let entries = entries.map(|(entry, &save_source)| ParamRecord {
             name: entry.name.clone(),
             shape: entry.shape.clone(),
             dtype: entry.form.clone(),
             stored_dtype: entry.stored_dtype.as_str().to_string(),
             trainable: entry.trainable,
-            values_from,
+            save_source,
         });
         Self {
             run: run.to_string(),
@@ -313,6 +321,9 @@ impl FileRecord {
     }
 
     /// An error unless the file in `dir` is there and of the right size.
+    ///
+    /// # Errors
+    /// The file is missing or has another size.
     pub fn check_size(&self, dir: &Path) -> Result<()> {
         let path = dir.join(&self.name);
         let len = match std::fs::metadata(&path) {
@@ -336,6 +347,9 @@ impl FileRecord {
     }
 
     /// An error that names the first tensor of the file in `dir` with values that are NaN or infinite; reads all of it.
+    ///
+    /// # Errors
+    /// The first tensor with such values, and a file that cannot be read.
     pub fn check_finite(&self, dir: &Path) -> Result<()> {
         match self.is_of_rank() {
             true => rank_file::check_finite(&dir.join(&self.name)),
@@ -344,6 +358,9 @@ impl FileRecord {
     }
 
     /// An error unless the file in `dir` has the right checksum; reads all of it.
+    ///
+    /// # Errors
+    /// Another checksum, and a file that cannot be read.
     pub fn check_sum(&self, dir: &Path) -> Result<()> {
         let path = dir.join(&self.name);
         let found = match checksum_of(&path) {
@@ -380,5 +397,18 @@ fn checksum_of(path: &Path) -> std::io::Result<u64> {
             Err(err) if err.kind() == ErrorKind::Interrupted => {}
             Err(err) => return Err(Error::new(err.kind(), err)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ParamRecord;
+
+    /// Checkpoints that exist have these.
+    #[test]
+    fn the_names_in_the_file_of_a_parameter_are_read_and_written() {
+        let text = r#"{"name":"w","shape":[2,3],"dtype":"f32","stored_dtype":"f32","trainable":true,"values_from":"Update"}"#;
+        let record: ParamRecord = serde_json::from_str(text).unwrap();
+        assert_eq!(serde_json::to_string(&record).unwrap(), text);
     }
 }

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use crate::params::{Parameters, intersect, offset_by};
+use crate::params::Parameters;
+use crate::placement::{intersect, offset_by};
 
 /// Values of a parameter that lie one after the other in the slice of a bucket that this rank updates.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,7 +42,7 @@ pub(super) fn own_values(params: &Parameters) -> Vec<OwnValues> {
 
 /// Those that this rank writes: over the world each value of the model is written by one rank.
 pub(super) fn written_values(params: &Parameters) -> Vec<OwnValues> {
-    if params.groups().copies.rank() != 0 {
+    if params.groups().replicate.rank() != 0 {
         return Vec::new();
     }
     let own = own_values(params).into_iter();

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::params::{Param, intersect};
+use crate::params::Param;
+use crate::placement::{Indices, Run, intersect, offset_by};
 
 /// Values of a parameter that lie one after the other on a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,19 +17,10 @@ pub(super) struct Piece {
     pub shape: Vec<usize>,
     /// The dim of which the rank holds some indices.
     pub dim: usize,
-    /// Those indices.
-    pub held: Range<usize>,
+    /// Those indices: a range, or several.
+    pub held: Indices,
     /// Row-major offsets into the values with these indices.
     pub range: Range<usize>,
-}
-
-/// Values that lie one after the other in a piece and in the whole parameter.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Run {
-    /// Row-major offsets into the whole parameter.
-    global: Range<usize>,
-    /// Place of the first in the piece.
-    start: usize,
 }
 
 /// Values that two pieces have in common, by the place of the first in each.
@@ -65,8 +57,7 @@ impl Piece {
         };
         let held = all / width.max(1) * self.held.len().min(width);
         (self.dim < self.shape.len() || self.shape.is_empty() && self.dim == 0)
-            && self.held.start <= self.held.end
-            && self.held.end <= width
+            && self.held.are_valid(width)
             && self.range.start <= self.range.end
             && self.range.end <= held
     }
@@ -76,29 +67,12 @@ impl Piece {
         self.shape.get(self.dim).copied().unwrap_or(1)
     }
 
-    /// Its runs in rising order, of the whole parameter and of the piece.
+    /// Its runs in rising order; `local` counts in the piece.
     fn runs(&self) -> impl Iterator<Item = Run> {
-        let inner: usize = self.shape.iter().skip(self.dim + 1).product();
-        let (len, stride) = match self.held == (0..self.width()) {
-            // All of it is one run.
-            true => {
-                let all = self.shape.iter().product::<usize>();
-                (all, all)
-            }
-            false => (self.held.len() * inner, self.width() * inner),
-        };
-        let rows = match len {
-            0 => 0..0,
-            _ => self.range.start / len..self.range.end.div_ceil(len),
-        };
-        let first = self.held.start * inner;
-        rows.map(move |row| {
-            let here = intersect(&(row * len..(row + 1) * len), &self.range);
-            let start = row * stride + first + here.start - row * len;
-            Run {
-                global: start..start + here.len(),
-                start: here.start - self.range.start,
-            }
+        let runs = self.held.runs(&self.shape, self.dim, self.range.clone());
+        runs.map(|run| Run {
+            local: offset_by(&run.local, self.range.start),
+            ..run
         })
     }
 
@@ -110,8 +84,8 @@ impl Piece {
             let both = intersect(&a.global, &b.global);
             if !both.is_empty() {
                 common.push(Common {
-                    start: a.start + both.start - a.global.start,
-                    other_start: b.start + both.start - b.global.start,
+                    start: a.local.start + both.start - a.global.start,
+                    other_start: b.local.start + both.start - b.global.start,
                     len: both.len(),
                 });
             }
@@ -130,12 +104,17 @@ mod tests {
 
     use super::Piece;
 
-    fn piece(shape: &[usize], dim: usize, held: Range<usize>, range: Range<usize>) -> Piece {
+    fn piece<const N: usize>(
+        shape: &[usize],
+        dim: usize,
+        held: [Range<usize>; N],
+        range: Range<usize>,
+    ) -> Piece {
         Piece {
             name: "w".into(),
             shape: shape.to_vec(),
             dim,
-            held,
+            held: held.into_iter().collect(),
             range,
         }
     }
@@ -145,7 +124,7 @@ mod tests {
         let inner: usize = piece.shape[piece.dim + 1..].iter().product();
         let all = 0..piece.shape.iter().product::<usize>();
         let index = |offset: &usize| offset / inner % piece.shape[piece.dim];
-        let held = all.filter(|offset| piece.held.contains(&index(offset)));
+        let held = all.filter(|offset| piece.held.contains(index(offset)));
         held.collect::<Vec<_>>()[piece.range.clone()].to_vec()
     }
 
@@ -153,16 +132,25 @@ mod tests {
     fn what_pieces_have_in_common() {
         let shape = [3, 5, 2];
         let pieces = [
-            piece(&shape, 0, 0..3, 0..30),
-            piece(&shape, 0, 0..3, 7..19),
-            piece(&shape, 0, 1..3, 3..20),
-            piece(&shape, 1, 0..2, 0..12),
-            piece(&shape, 1, 1..4, 5..17),
-            piece(&shape, 1, 3..5, 0..0),
-            piece(&shape, 2, 1..2, 2..14),
-            piece(&shape, 2, 0..0, 0..0),
-            piece(&shape, 2, 0..2, 1..29),
+            piece(&shape, 0, [0..3], 0..30),
+            piece(&shape, 0, [0..3], 7..19),
+            piece(&shape, 0, [1..3], 3..20),
+            piece(&shape, 0, [0..1, 2..3], 3..17),
+            piece(&shape, 1, [0..2], 0..12),
+            piece(&shape, 1, [0..1, 2..3, 4..5], 0..18),
+            piece(&shape, 1, [1..2, 3..5], 3..16),
+            piece(&shape, 1, [1..4], 5..17),
+            piece(&shape, 1, [3..5], 0..0),
+            piece(&shape, 2, [1..2], 2..14),
+            piece(&shape, 2, [0..0], 0..0),
+            piece(&shape, 2, [0..2], 1..29),
         ];
+        for shape in [[0, 5, 2], [3, 0, 2], [3, 5, 0]] {
+            for dim in 0..3 {
+                let empty = piece(&shape, dim, [0..shape[dim]], 0..0);
+                assert!(empty.common(&empty).is_empty(), "{empty:?}");
+            }
+        }
         for a in &pieces {
             assert!(a.is_valid(), "{a:?}");
             for b in &pieces {
@@ -178,16 +166,17 @@ mod tests {
                 assert_eq!(found, expected.collect::<Vec<_>>(), "{a:?} {b:?}");
             }
         }
-        let scalar = piece(&[], 0, 0..1, 0..1);
+        let scalar = piece(&[], 0, [0..1], 0..1);
         assert!(scalar.is_valid());
         assert_eq!(scalar.common(&scalar).len(), 1);
     }
 
     #[test]
     fn numbers_that_do_not_fit_are_seen() {
-        assert!(!piece(&[3, 5], 2, 0..1, 0..1).is_valid());
-        assert!(!piece(&[3, 5], 1, 3..6, 0..1).is_valid());
-        assert!(!piece(&[3, 5], 1, 3..5, 0..7).is_valid());
-        assert!(!piece(&[3, 5], 0, 0..3, Range { start: 2, end: 1 }).is_valid());
+        assert!(!piece(&[3, 5], 2, [0..1], 0..1).is_valid());
+        assert!(!piece(&[3, 5], 1, [3..6], 0..1).is_valid());
+        assert!(!piece(&[3, 5], 1, [3..5], 0..7).is_valid());
+        assert!(!piece(&[3, 5], 1, [0..1, 4..6], 0..1).is_valid());
+        assert!(!piece(&[3, 5], 0, [0..3], Range { start: 2, end: 1 }).is_valid());
     }
 }

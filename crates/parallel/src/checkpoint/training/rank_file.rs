@@ -17,7 +17,7 @@ use twox_hash::XxHash64;
 use super::manifest::FileRecord;
 use super::piece::Piece;
 use super::staged::{Staged, StagedTensor};
-use crate::checkpoint::reader::map;
+use crate::files::map;
 use crate::memory::num_bytes;
 
 /// Bytes that are converted, checksummed and written at a time.

@@ -73,6 +73,7 @@ impl Writing {
 
 /// How a save ended, the same on every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SaveOutcome {
     /// Steps that were done before it.
     pub step: usize,
@@ -84,6 +85,7 @@ pub struct SaveOutcome {
 
 /// Checkpoints of a run that has failed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct SetAside {
     /// Where those are that it may have ruined, the newest first.
     pub failed: Vec<PathBuf>,
@@ -100,7 +102,8 @@ impl CheckpointSaver {
     /// newer ones than `resumed`.
     pub fn new(
         world: &ProcessGroup,
-        (dir, keep): (&Path, usize),
+        dir: &Path,
+        keep: usize,
         resumed: Option<&TrainingCheckpoint>,
     ) -> Result<Self> {
         let folder = CheckpointFolder::new(dir);
@@ -232,7 +235,7 @@ impl CheckpointSaver {
                 }));
             }
         };
-        let values_from = params.values_from(mesh)?;
+        let save_sources = params.save_sources(mesh)?;
         let layout = SavedLayout {
             pp: mesh.degrees.pp,
             dp: mesh.degrees.dp,
@@ -240,14 +243,20 @@ impl CheckpointSaver {
             zero: params.data_parallel().zero,
             zero_group: params.data_parallel().zero_group,
         };
-        let of_save = (self.run.as_str(), step, note.into());
-        let counters = optimizer.counters();
-        let manifest = CheckpointManifest::new(params, (layout, counters), &values_from, of_save);
+        let manifest = CheckpointManifest::new(
+            params,
+            layout,
+            optimizer.counters(),
+            &save_sources,
+            &self.run,
+            step,
+            note.into(),
+        );
         let id = SaveId {
             run: self.run.clone(),
             step,
         };
-        let files = Staged::new(optimizer, &written_weights(params, &values_from))
+        let files = Staged::new(optimizer, &written_weights(params, &save_sources))
             .and_then(|staged| self.write(dir, id, staged));
         self.in_flight = Some(InFlight {
             step,

@@ -6,9 +6,9 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use super::own_values::{OwnValues, written_values};
 use super::piece::Piece;
-use crate::memory::{Held, MemoryCategory, num_bytes};
+use crate::memory::{MemoryCategory, MemoryGuard, num_bytes};
 use crate::optimizer::{DistributedOptimizer, MASTER};
-use crate::params::{Parameters, ValuesFrom};
+use crate::params::{Parameters, SaveSource};
 
 /// The model's weights in their own type, of parameters that were refilled, and of frozen ones that no file has.
 pub(super) const WEIGHT: &str = "weight";
@@ -18,7 +18,7 @@ pub(super) struct Staged {
     pub tensors: Vec<StagedTensor>,
     pub pieces: Vec<Piece>,
     /// Until it is written.
-    _held: Vec<Held>,
+    _held: Vec<MemoryGuard>,
 }
 
 pub(super) struct StagedTensor {
@@ -72,10 +72,10 @@ impl Staged {
                 for own in of_bucket {
                     let piece = staged.piece(params, own);
                     let mut has_master = false;
-                    for (kind, values) in kinds {
-                        has_master |= *kind == MASTER;
-                        let values = values.narrow(0, own.start, own.len())?;
-                        staged.push(params, kind, &piece, &values)?;
+                    for kind in kinds(own.param)? {
+                        has_master |= kind.name == MASTER;
+                        let values = kind.part(own.start, own.len())?;
+                        staged.push(params, kind.name, &piece, &values)?;
                     }
                     let kind = match (has_master, has_weights[own.param]) {
                         (false, _) => MASTER,
@@ -116,12 +116,12 @@ impl Staged {
 }
 
 /// Of each local parameter, whether neither masters nor a file have its values: those of a caller of [`Parameters::refill`] on any rank,
-/// and frozen ones that began as random numbers. `values_from` is of the catalog.
-pub(super) fn written_weights(params: &Parameters, values_from: &[ValuesFrom]) -> Vec<bool> {
+/// and frozen ones that began as random numbers. `save_sources` is of the catalog.
+pub(super) fn written_weights(params: &Parameters, save_sources: &[SaveSource]) -> Vec<bool> {
     let has_file = params.checkpoint().is_some();
-    let entries = params.catalog().iter().zip(values_from);
+    let entries = params.catalog().iter().zip(save_sources);
     let written: HashSet<&str> = entries
-        .filter(|(entry, from)| **from == ValuesFrom::Refill || !has_file && !entry.trainable)
+        .filter(|(entry, from)| **from == SaveSource::Refill || !has_file && !entry.trainable)
         .map(|(entry, _)| entry.name.as_str())
         .collect();
     let all = params.iter();

@@ -15,7 +15,7 @@ use safetensors::{Dtype, SafeTensors};
 use twox_hash::XxHash64;
 
 use super::plain_file::{open_file, read_text_file};
-use crate::params::Shard;
+use crate::placement::{Indices, Run, Shard};
 
 /// Name of the single weights file of a Hugging Face checkpoint.
 pub const WEIGHTS_FILE: &str = "model.safetensors";
@@ -33,6 +33,7 @@ pub struct Checkpoint {
 
 /// Where a tensor lies in a checkpoint.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct TensorEntry {
     /// Global shape.
     pub shape: Vec<usize>,
@@ -64,6 +65,9 @@ impl Checkpoint {
     /// Opens `dir`, which holds `model.safetensors` or `model.safetensors.index.json` and the files that it names.
     ///
     /// Errors name the file and what is wrong with it: missing, truncated, not safetensors, or at odds with the index.
+    ///
+    /// # Errors
+    /// What is wrong with which file.
     pub fn open(dir: &Path) -> Result<Self> {
         if !dir.is_dir() {
             bail!("checkpoint folder {} does not exist", dir.display());
@@ -204,6 +208,9 @@ impl Checkpoint {
     }
 
     /// The bytes of a tensor as they are in the file.
+    ///
+    /// # Errors
+    /// There is no such tensor.
     pub fn bytes(&self, name: &str) -> Result<&[u8]> {
         let entry = self.entry(name)?;
         Ok(&self.maps[entry.file].1[entry.start..entry.end])
@@ -227,6 +234,9 @@ impl Checkpoint {
     }
 
     /// Where tensor `name` lies; an error that suggests similar names if it is nowhere.
+    ///
+    /// # Errors
+    /// There is no such tensor.
     pub fn entry(&self, name: &str) -> Result<&TensorEntry> {
         let Some(entry) = self.tensors.get(name) else {
             bail!(
@@ -249,6 +259,9 @@ impl Checkpoint {
     }
 
     /// The type that a tensor is stored in, if it is one that can be trained: f32, f16 or bf16.
+    ///
+    /// # Errors
+    /// There is no such tensor, or it has another type.
     pub fn dtype(&self, name: &str) -> Result<DType> {
         match self.entry(name)?.dtype {
             Dtype::F32 => Ok(DType::F32),
@@ -275,37 +288,36 @@ impl Checkpoint {
     }
 
     /// The rank's part of a tensor, converted to f32, row-major. Only the bytes of the part are touched.
+    ///
+    /// # Errors
+    /// There is no such tensor, or it has another shape or type.
     pub fn read(&self, name: &str, shape: &[usize], shard: Option<&Shard>) -> Result<Vec<f32>> {
         let dtype = self.dtype_of(name, shape)?;
         let bytes = self.bytes(name)?;
-        let (outer, stride, inner) = match shard {
-            None => (1, 0, 0..shape.iter().product()),
-            Some(shard) => {
-                let inner: usize = shape[shard.dim + 1..].iter().product();
-                let outer: usize = shape[..shard.dim].iter().product();
-                let range = shard.range.start * inner..shard.range.end * inner;
-                (outer, shard.global * inner, range)
-            }
+        let (dim, held) = match shard {
+            None => (0, Indices::from(0..shape.first().copied().unwrap_or(1))),
+            Some(shard) => (shard.dim(), shard.held().clone()),
         };
-        let mut values = vec![0f32; outer * inner.len()];
-        if values.is_empty() {
-            return Ok(values);
-        }
+        let width = shape.get(dim).copied().unwrap_or(1).max(1);
+        let all = shape.iter().product::<usize>() / width * held.len();
+        let mut values = vec![0f32; all];
         let size = dtype.size_in_bytes();
-        values
-            .par_chunks_mut(inner.len())
-            .enumerate()
-            .for_each(|(row, values)| {
-                let start = (row * stride + inner.start) * size;
-                decode(dtype, &bytes[start..start + inner.len() * size], values);
-            });
+        let mut rest = values.as_mut_slice();
+        let runs = held.runs(shape, dim, 0..all).map(|Run { global, local }| {
+            let (run, behind) = std::mem::take(&mut rest).split_at_mut(local.len());
+            rest = behind;
+            (&bytes[global.start * size..global.end * size], run)
+        });
+        let runs: Vec<(&[u8], &mut [f32])> = runs.collect();
+        runs.into_par_iter()
+            .for_each(|(bytes, values)| decode(dtype, bytes, values));
         let num_bytes = (values.len() * size) as u64;
         self.num_read_bytes.fetch_add(num_bytes, Ordering::Relaxed);
         Ok(values)
     }
 
     /// The values of a tensor of this global shape at a range of row-major offsets, converted to f32.
-    pub(super) fn read_range(
+    pub(crate) fn read_range(
         &self,
         name: &str,
         shape: &[usize],
@@ -320,7 +332,7 @@ impl Checkpoint {
     }
 }
 
-pub(super) fn decode(dtype: DType, bytes: &[u8], values: &mut [f32]) {
+pub(crate) fn decode(dtype: DType, bytes: &[u8], values: &mut [f32]) {
     match dtype {
         DType::F16 => {
             for (value, b) in values.iter_mut().zip(bytes.chunks_exact(2)) {
@@ -342,7 +354,7 @@ pub(super) fn decode(dtype: DType, bytes: &[u8], values: &mut [f32]) {
 
 /// Maps a file.
 #[allow(unsafe_code)]
-pub(super) fn map(path: &Path) -> Result<Mmap> {
+pub(crate) fn map(path: &Path) -> Result<Mmap> {
     let fail = |err: std::io::Error| {
         candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
     };

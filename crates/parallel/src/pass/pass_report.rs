@@ -1,18 +1,24 @@
 //! What the passes of a step gave and how long they took.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
 
-/// Result of [`super::Pipeline::forward_backward`] on one stage: what a program may want to print. The step's loss and gradients come
+use super::reports::Reported;
+
+/// Result of [`Pipeline::forward_backward`](crate::Pipeline::forward_backward) on one stage: what a program may want to print. The step's loss and gradients come
 /// from [`Gradients`](crate::Gradients), which count all passes of the step.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct PassReport {
     /// Sum of the losses of this replica's targets, not divided, an f64 scalar on the stage's device; `None` but on the last
     /// stage. To read it is to wait for a GPU.
     pub loss_sum: Option<Tensor>,
-    /// Number of this replica's targets, over all micro-batches.
-    pub num_targets: usize,
+    /// Number of this replica's targets, over all micro-batches, on the last stage; 0 on the others.
+    pub num_targets: f64,
+    /// What this rank's blocks have reported, by name.
+    pub(crate) reported: BTreeMap<String, Reported>,
     /// Time spent in forward passes, without waiting for other ranks; with a GPU, time to tell it what to do.
     pub forward_secs: f64,
     /// The same for backward passes.

@@ -1,9 +1,8 @@
 //! Lanes of 32 bits, which the kernels multiply: one f32, or two bf16 that follow each other along `k`.
 
-use super::packing::Layout;
-use crate::element::Element;
-use crate::lines::{LANES, Line};
-use crate::matrix::Matrix;
+#![allow(unsafe_code)]
+
+use crate::lines::LANES;
 use half::{bf16, f16};
 use std::arch::x86_64::{
     __m256bh, __m256i, __m512, __m512bh, __m512i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC,
@@ -14,7 +13,6 @@ use std::arch::x86_64::{
     _mm512_mask_storeu_ps, _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_epi32, _mm512_or_si512,
     _mm512_set1_epi32, _mm512_setzero_si512, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_sub_ps,
 };
-use std::ops::Range;
 
 /// Types of values that lanes are made from.
 ///
@@ -215,36 +213,10 @@ impl Lanes for f16 {
     }
 }
 
-/// How values become lanes, and these panels: see [`super::packing`].
-pub(super) trait Format {
-    /// Values of a lane, along `k`.
-    const TERMS: usize;
-    /// Lanes for each value.
-    const PARTS: usize;
-
-    /// Writes panels of the rows `vectors` of `source` over `k` to `lines`. The right matrix is to be given transposed.
-    ///
-    /// # Safety
-    /// The processor can make such lanes.
-    unsafe fn pack<T: Element>(
-        source: Matrix<'_, T>,
-        vectors: Range<usize>,
-        k: Range<usize>,
-        layout: Layout,
-        lines: &mut [Line],
-    );
-}
-
-/// f32.
-pub(super) struct Terms;
-
-/// Two bf16, of sums of `PARTS` of them.
-pub(super) struct Pairs<const PARTS: usize>;
-
 #[cfg(test)]
 mod tests {
     use crate::element::Element;
-    use crate::product::registers::has_avx512;
+    use crate::processor::has_avx512;
     use half::{bf16, f16};
     use std::arch::x86_64::{_mm512_castsi512_ps, _mm512_loadu_si512};
 

@@ -1,6 +1,21 @@
-//! Whether products can be made of tiles (Intel AMX).
+//! What the processor multiplies with: vectors of 512 bits, pairs of bf16, tiles (Intel AMX).
 
 #![allow(unsafe_code)]
+
+/// Whether it has the vectors.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_avx512() -> bool {
+    is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512dq")
+}
+
+/// Whether it multiplies pairs of bf16.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_avx512_bf16() -> bool {
+    has_avx512() && is_x86_feature_detected!("avx512bf16")
+}
 
 /// Whether the processor has AMX for bf16, and the system lets this process use it.
 pub(crate) fn has_amx() -> bool {

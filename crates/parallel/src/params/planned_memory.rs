@@ -2,9 +2,8 @@
 
 use candle_core::DType;
 
-use super::category::MemoryCategory;
-use super::report::{MemoryReport, MemoryUse};
-use crate::params::WeightFormat;
+use super::WeightFormat;
+use crate::memory::{MemoryCategory, MemoryReport, MemoryUse};
 
 /// Bytes of a gradient, and of the two moments of AdamW.
 const GRADIENT_BYTES: usize = 4;
@@ -26,7 +25,8 @@ pub struct PlannedParam<'a> {
 /// models whose matrices are all of linear layers, embeddings and heads.
 pub fn planned_memory<'a>(
     params: impl IntoIterator<Item = PlannedParam<'a>>,
-    (dtype, frozen_format): (DType, Option<WeightFormat>),
+    dtype: DType,
+    frozen_format: Option<WeightFormat>,
     activations: usize,
 ) -> MemoryReport {
     let (mut weights, mut trained) = (0, 0);

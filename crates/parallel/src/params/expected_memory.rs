@@ -3,9 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::category::MemoryCategory;
-use super::report::{MemoryReport, MemoryUse};
-use crate::params::{Bucket, Parameters, ReduceType};
+use super::{Bucket, Parameters, ReduceType};
+use crate::memory::{MemoryCategory, MemoryReport, MemoryUse};
 
 /// Bytes of a gradient.
 const GRADIENT_BYTES: usize = 4;

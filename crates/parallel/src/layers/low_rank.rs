@@ -4,9 +4,9 @@ use candle_core::{Result, Tensor};
 use candle_nn::Init;
 use candle_ops::{linear_forward, linear_forward_add, linear_input_grad, linear_weight_grad_into};
 
-use super::dropout::Dropout;
-use crate::layers::GradientSink;
-use crate::params::{Gradient, ParamBuilder, Placement, Shard, TiledWeight};
+use crate::params::{ParamBuilder, TiledWeight};
+use crate::pass::{Dropout, GradientSink, Pass};
+use crate::placement::{Gradient, Placement, Shard};
 
 /// s · dropout(x) Aᵀ Bᵀ, which is added to a linear layer's output. A begins uniform within ±1/√in, B with zeros.
 ///
@@ -46,7 +46,7 @@ impl LowRank {
     ) -> Result<Option<Self>> {
         // Each rank's rows of B give a summand.
         let a = Placement::Replicated(Gradient::Partial);
-        Self::new((in_dim, a), (output.global, output.along(0).into()), vb)
+        Self::new(in_dim, a, output.global(), output.along(0).into(), vb)
     }
 
     /// The adapter of the row-parallel layer whose parameters are below `vb`, if it has one; `input` are the input features of
@@ -57,15 +57,17 @@ impl LowRank {
     pub fn row_parallel(input: &Shard, out_dim: usize, vb: &ParamBuilder) -> Result<Option<Self>> {
         // Each rank has a summand of x Aᵀ.
         let b = Placement::Replicated(Gradient::Partial);
-        Self::new((input.global, input.along(1).into()), (out_dim, b), vb)
+        Self::new(input.global(), input.along(1).into(), out_dim, b, vb)
     }
 
     fn new(
-        (in_dim, a): (usize, Placement),
-        (out_dim, b): (usize, Placement),
+        in_dim: usize,
+        a: Placement,
+        out_dim: usize,
+        b: Placement,
         vb: &ParamBuilder,
     ) -> Result<Option<Self>> {
-        let Some((lora, pass)) = vb.lora() else {
+        let Some(lora) = vb.lora() else {
             return Ok(None);
         };
         let bound = 1.0 / (in_dim as f64).sqrt();
@@ -73,7 +75,8 @@ impl LowRank {
             lo: -bound,
             up: bound,
         };
-        let dropout = Dropout::new(lora.dropout, vb.prefix(), a.shard(), pass);
+        let features = a.shard().map(|shard| shard.held().clone());
+        let dropout = Dropout::new(lora.dropout, vb.prefix(), features);
         let a = vb.get_adapter((lora.rank, in_dim), "lora_A.weight", a, uniform)?;
         let b = vb.get_adapter((out_dim, lora.rank), "lora_B.weight", b, Init::Const(0.0))?;
         Ok(Some(Self {
@@ -103,42 +106,21 @@ impl LowRank {
     ///
     /// # Errors
     /// Shapes that do not fit.
-    pub fn forward_add(&self, ys: &Tensor, xs: &Tensor) -> Result<Tensor> {
-        let (inner, scale) = match self.dropout.mask(xs.dims(), xs)? {
+    pub fn forward_add(&self, ys: &Tensor, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        let (inner, scale) = match self.dropout.mask(xs.dims(), xs, pass)? {
             None => (self.inner(xs)?, self.scale),
             Some((mask, factor)) => (self.inner(&(xs * mask)?)?, self.scale * factor),
         };
         linear_forward_add(ys, &(inner * scale)?, &self.b)
     }
 
-    /// The backward pass: writes the gradients of A and B, and gives `dxs` (.., in), the gradient of the layer's input, with the
-    /// adapter's part. `xs` (.., in) is that input and `dy` (.., out) the gradient of the layer's output.
-    ///
-    /// # Errors
-    /// Shapes that do not fit, and what `gradients` returns.
-    pub fn backward(
-        &self,
-        xs: &Tensor,
-        dy: &Tensor,
-        dxs: Tensor,
-        gradients: &mut dyn GradientSink,
-    ) -> Result<Tensor> {
-        let inner = self.inner_grad(dy)?;
-        self.write_gradients(&inner, xs, dy, gradients)?;
-        let product = linear_input_grad(&inner.grad, self.a.tensor())?;
-        match &inner.mask {
-            None => dxs + product,
-            Some(mask) => dxs + (product * mask)?,
-        }
-    }
-
     /// The gradient of x Aᵀ from `dy` (.., out), that of the layer's output.
-    pub(crate) fn inner_grad(&self, dy: &Tensor) -> Result<InnerGrad> {
+    pub(crate) fn inner_grad(&self, dy: &Tensor, pass: &Pass) -> Result<InnerGrad> {
         let (_, leading) = dy.dims().split_last().ok_or_else(|| {
             candle_core::Error::msg("the gradient of a linear layer's output is a scalar")
         })?;
         let input = [leading, &[self.a.tensor().dim(1)?]].concat();
-        let (mask, factor) = self.dropout.mask(&input, dy)?.unzip();
+        let (mask, factor) = self.dropout.mask(&input, dy, pass)?.unzip();
         let scale = self.scale * factor.unwrap_or(1.0);
         Ok(InnerGrad {
             grad: (linear_input_grad(dy, &self.b)? * scale)?,
@@ -163,8 +145,9 @@ impl LowRank {
         }
     }
 
-    /// Writes the gradients of A and B; `xs` (.., in) is the layer's input and `dy` (.., out) the gradient of its output.
-    pub(crate) fn write_gradients(
+    /// Puts the gradients of A and B; `xs` (.., in) is the layer's input and `dy` (.., out) the gradient of its output. What reads A is
+    /// computed now.
+    pub(crate) fn put_gradients(
         &self,
         inner: &InnerGrad,
         xs: &Tensor,
@@ -175,11 +158,15 @@ impl LowRank {
             None => xs.clone(),
             Some(mask) => (xs * mask)?,
         };
-        gradients.write(self.a.tensor(), &mut |dst, add| {
-            linear_weight_grad_into(dst, add, &inner.grad, &kept)
-        })?;
-        gradients.write(&self.b, &mut |dst, add| {
-            linear_weight_grad_into(dst, add, dy, &(self.inner(&kept)? * inner.scale)?)
-        })
+        let outer = self.b.track_op().then(|| self.inner(&kept)? * inner.scale);
+        let grad = inner.grad.clone();
+        let grad = move |dst: &Tensor, add| linear_weight_grad_into(dst, add, &grad, &kept);
+        gradients.put(self.a.tensor(), Box::new(grad))?;
+        let Some(outer) = outer.transpose()? else {
+            return Ok(());
+        };
+        let dy = dy.clone();
+        let grad = move |dst: &Tensor, add| linear_weight_grad_into(dst, add, &dy, &outer);
+        gradients.put(&self.b, Box::new(grad))
     }
 }

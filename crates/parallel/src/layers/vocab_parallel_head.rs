@@ -1,0 +1,84 @@
+//! A projection to a vocabulary that is divided over tensor-parallel ranks, with its cross-entropy.
+
+use candle_comm::ProcessGroup;
+use candle_core::{Result, Tensor};
+
+use super::column_parallel_linear::ColumnParallelLinear;
+use super::head::Head;
+use super::layer::Layer;
+use super::regions::gather_parts;
+use super::vocab_parallel_cross_entropy::{linear_cross_entropy, linear_predictions};
+use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
+use crate::pass::{GradientSink, Loss, Pass};
+use crate::placement::Shard;
+
+/// Holds the rows of a part of the vocabulary of a weight (vocab, hidden).
+pub struct VocabParallelHead {
+    weight: TiledWeight,
+    shard: Shard,
+    tp: ProcessGroup,
+}
+
+/// A head for `vocab_size` tokens, from (b, t, hidden), without a bias: the last block by [`head_block`](crate::head_block), or a part of it. A model with tied weights gives the
+/// builder of its embedding, [`tied`](ParamBuilder::tied).
+///
+/// # Errors
+/// A parameter that is missing or does not fit.
+pub fn vocab_parallel_head(
+    vocab_size: usize,
+    hidden_size: usize,
+    tp: &ProcessGroup,
+    vb: ParamBuilder,
+) -> Result<VocabParallelHead> {
+    let shard = Shard::even(0, vocab_size, tp)?;
+    let shape = (vocab_size, hidden_size);
+    Ok(VocabParallelHead {
+        weight: vb.get_tiled(shape, "weight", shard.clone(), WEIGHT_INIT)?,
+        shard,
+        tp: tp.clone(),
+    })
+}
+
+impl Head for VocabParallelHead {
+    fn loss(
+        &self,
+        xs: &Tensor,
+        pass: &Pass,
+        gradients: &mut dyn GradientSink,
+    ) -> Result<(Loss, Option<Tensor>)> {
+        let (sum, dx) = linear_cross_entropy(
+            &xs.flatten_to(1)?,
+            &self.weight,
+            &pass.targets()?.flatten_all()?,
+            &self.shard,
+            &self.tp,
+            pass.loss_scale(),
+            gradients,
+        )?;
+        let loss = Loss::new(sum, pass.num_targets()? as f64);
+        Ok((loss, Some(dx.reshape(xs.dims())?)))
+    }
+
+    fn evaluate(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
+        let [sum, num_right] = linear_predictions(
+            &xs.flatten_to(1)?,
+            &self.weight,
+            &pass.targets()?.flatten_all()?,
+            &self.shard,
+            &self.tp,
+        )?;
+        Ok(Loss {
+            num_right: Some(num_right),
+            ..Loss::new(sum, pass.num_targets()? as f64)
+        })
+    }
+
+    fn logits(&self, xs: &Tensor, rows: &[usize], pass: &Pass) -> Result<Tensor> {
+        let rows: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
+        let rows = Tensor::new(rows, xs.device())?;
+        let xs = xs.flatten_to(1)?.index_select(&rows, 0)?;
+        let linear = ColumnParallelLinear::new(self.weight.clone(), None, self.tp.clone());
+        let (logits, _) = linear.forward(&xs, pass)?; // (rows, local_vocab)
+        gather_parts(&logits, self.shard.global(), &self.tp)
+    }
+}

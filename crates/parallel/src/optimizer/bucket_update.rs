@@ -1,0 +1,94 @@
+//! The update of a bucket: its parameters group by group, each by the rule of its group.
+
+use candle_core::{Result, Tensor};
+
+use super::distributed::DistributedOptimizer;
+use super::state_store::BucketState;
+use super::{Needs, ParamMatrix, ParamSlice, SliceWeight, UpdateStep};
+use crate::gradients::ReducedGradients;
+use crate::params::Slot;
+use crate::placement::{intersect, offset_by};
+
+impl DistributedOptimizer {
+    /// Updates this rank's part of a bucket's parameters, group by group.
+    pub(super) fn update_bucket(
+        &self,
+        index: usize,
+        reduced: &ReducedGradients,
+        number: usize,
+        lr: f64,
+    ) -> Result<()> {
+        let bucket = &self.params.layout().buckets[index];
+        self.store.update(index, |state| {
+            for slots in self.rules.by_group(bucket) {
+                let group = slots.first().and_then(|slot| self.rules.group(slot.param));
+                let step = UpdateStep {
+                    number,
+                    lr: lr * group.map_or(1.0, |group| group.lr_scale),
+                    weight_decay: group.and_then(|group| group.weight_decay),
+                    grad_scale: reduced.scale(),
+                };
+                let grad = reduced.bucket(index).tensor();
+                self.update_group(index, &slots, grad, state, &step)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Updates what this rank has of the parameters at `slots` of bucket `index`, which are of one group: first those of which the rule needs
+    /// no more than that, then matrix by matrix.
+    fn update_group(
+        &self,
+        index: usize,
+        slots: &[&Slot],
+        grad: &Tensor,
+        state: &BucketState,
+        step: &UpdateStep,
+    ) -> Result<()> {
+        let Some(first) = slots.first() else {
+            return Ok(());
+        };
+        let (rule, span) = (
+            self.rules.of(first.param),
+            self.rules.span(index, first.param)?,
+        );
+        let part = |values: &Tensor| values.narrow(0, span.range.start, span.range.len());
+        let (grad, master) = (part(grad)?, state.master.as_ref().map(part).transpose()?);
+        let slice = |weights| ParamSlice {
+            grad: &grad,
+            master: master.as_ref(),
+            state: &state.state[span.kinds.clone()],
+            weights,
+        };
+        let own = self.own_range(index);
+        let start = own.start + span.range.start;
+        let needs = |slot: &Slot| rule.needs(self.params.get(slot.param));
+        let (whole, sliced): (Vec<&Slot>, Vec<&Slot>) =
+            (slots.iter()).partition(|slot| needs(slot) == Needs::Matrix);
+        let mut weights = Vec::new();
+        for slot in sliced {
+            let mine = intersect(&slot.range, &own);
+            if !mine.is_empty() {
+                weights.push(SliceWeight {
+                    param: self.params.get(slot.param),
+                    range: offset_by(&mine, slot.range.start),
+                    values: self.params.own_weights(index, slot, &mine)?,
+                    start: mine.start - start,
+                });
+            }
+        }
+        // Weights of a slice share a storage: an operation may write to one view of it at a time.
+        let at_once = match self.params.sharded() {
+            Some(_) => 1,
+            None => usize::MAX,
+        };
+        for weights in weights.chunks(at_once) {
+            rule.update(&slice(weights), step)?;
+        }
+        for slot in whole {
+            let matrix = ParamMatrix::new(self, index, slot, &slice(&[]), start)?;
+            rule.update_matrix(&matrix, step)?;
+        }
+        Ok(())
+    }
+}

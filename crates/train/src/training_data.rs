@@ -1,0 +1,112 @@
+//! What a trainer takes its micro-batches from.
+
+use candle_core::{Result, bail};
+use candle_parallel::Pass;
+
+use crate::batches::Batches;
+use crate::training_record::DataPosition;
+
+/// Micro-batches of steps that come one after the other: [`Batches`] of samples, or any iterator of them.
+pub trait TrainingData {
+    /// This rank's micro-batches of `step`, counted from 0; `None` if there are no more.
+    ///
+    /// # Errors
+    /// Data that cannot be read.
+    fn batch(&mut self, step: usize) -> Result<Option<Vec<Pass>>>;
+
+    /// Leaves out what the first `num_steps` steps had, before the first [`Self::batch`]: a run goes on after them.
+    ///
+    /// # Errors
+    /// Data that cannot be read.
+    fn skip_steps(&mut self, num_steps: usize) -> Result<()>;
+
+    /// The place of `step` in the data, which a checkpoint remembers: also of the step after the last.
+    ///
+    /// # Errors
+    /// A step beyond that.
+    fn position(&self, step: usize) -> Result<DataPosition>;
+
+    /// What the metrics tell of `step`; `None` where there are no epochs.
+    ///
+    /// # Errors
+    /// A step out of range.
+    fn filling(&self, _step: usize) -> Result<Option<Filling>> {
+        Ok(None)
+    }
+
+    /// Passes over the data before `step`, with their fraction; `None` where there are no epochs.
+    ///
+    /// # Errors
+    /// A step out of range.
+    fn epoch(&self, _step: usize) -> Result<Option<f64>> {
+        Ok(None)
+    }
+}
+
+/// Positions of a step over all data-parallel ranks, and the tokens of the data at them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Filling {
+    /// Positions that hold a token of the data.
+    pub num_tokens: usize,
+    /// All positions of the micro-batches.
+    pub num_positions: usize,
+}
+
+impl Filling {
+    /// `num_tokens` of the data at `num_positions` positions.
+    pub fn new(num_tokens: usize, num_positions: usize) -> Self {
+        Self {
+            num_tokens,
+            num_positions,
+        }
+    }
+
+    /// The fraction of positions that hold no token of the data.
+    pub fn padding(&self) -> f64 {
+        1.0 - self.num_tokens as f64 / self.num_positions.max(1) as f64
+    }
+}
+
+impl TrainingData for &Batches {
+    fn batch(&mut self, step: usize) -> Result<Option<Vec<Pass>>> {
+        Batches::batch(self, step).map(Some)
+    }
+
+    /// A batch is a function of its step.
+    fn skip_steps(&mut self, _num_steps: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn position(&self, step: usize) -> Result<DataPosition> {
+        DataPosition::of(self, step)
+    }
+
+    fn filling(&self, step: usize) -> Result<Option<Filling>> {
+        Batches::filling(self, step).map(Some)
+    }
+
+    fn epoch(&self, step: usize) -> Result<Option<f64>> {
+        Batches::epoch(self, step).map(Some)
+    }
+}
+
+/// Each item has the micro-batches of a step. A run that goes on leaves out as many items as it has made steps.
+impl<I: Iterator<Item = Result<Vec<Pass>>>> TrainingData for I {
+    fn batch(&mut self, _step: usize) -> Result<Option<Vec<Pass>>> {
+        self.next().transpose()
+    }
+
+    fn skip_steps(&mut self, num_steps: usize) -> Result<()> {
+        for step in 0..num_steps {
+            if self.next().transpose()?.is_none() {
+                bail!("the data ends after {step} of the {num_steps} steps that the run has made");
+            }
+        }
+        Ok(())
+    }
+
+    fn position(&self, step: usize) -> Result<DataPosition> {
+        Ok(DataPosition::of_step(step))
+    }
+}
