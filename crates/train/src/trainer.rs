@@ -297,7 +297,7 @@ impl Trainer {
         mut observe: impl FnMut(TrainEvent) -> Result<()>,
     ) -> Result<()> {
         let num_steps = self.num_steps();
-        if matches!(self.source, GradientSource::Workers(_)) && data.filling(0)?.is_none() {
+        if matches!(self.source, GradientSource::Workers(_)) && !data.counts_samples() {
             bail!(
                 "the data of a parameter server are not Batches; expected those of which its workers have their parts, as \
                  they are told a place in them"
@@ -321,7 +321,11 @@ impl Trainer {
             let batch = match &self.source {
                 GradientSource::Passes(_) => {
                     let batch = trace::record(SpanKind::Data, device, || data.batch(self.step))?;
-                    batch.ok_or_else(|| self.out_of_data())?
+                    // Batches of samples are as many on every rank; iterators may end on one alone.
+                    if !data.counts_samples() {
+                        self.check_has_data(batch.is_some())?;
+                    }
+                    batch.ok_or_else(|| self.out_of_data(""))?
                 }
                 GradientSource::Workers(..) => Vec::new(),
             };
@@ -439,10 +443,21 @@ impl Trainer {
         }
     }
 
+    /// An error on every rank that names the ranks whose data ends before the training does. Every rank must call it.
+    fn check_has_data(&self, has_data: bool) -> Result<()> {
+        let all = self.world.all_gather_bytes(&[u8::from(has_data)])?;
+        let without: Vec<usize> = (0..all.len()).filter(|&rank| all[rank] == [0]).collect();
+        match without.len() {
+            0 => Ok(()),
+            num if num == all.len() => Err(self.out_of_data("")),
+            _ => Err(self.out_of_data(&format!(" of some ranks, {without:?},"))),
+        }
+    }
+
     /// The error of data that ends before the training does.
-    fn out_of_data(&self) -> Error {
+    fn out_of_data(&self, of_whom: &str) -> Error {
         Error::msg(format!(
-            "the data ends after {} of {} steps\nhint: an iterator that begins again, such as by cycle(), or fewer steps in the learning-rate \
+            "the data{of_whom} ends after {} of {} steps\nhint: an iterator that begins again, such as by cycle(), or fewer steps in the learning-rate \
              schedule",
             self.step,
             self.num_steps()

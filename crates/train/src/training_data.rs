@@ -26,6 +26,11 @@ pub trait TrainingData {
     /// A step beyond that.
     fn position(&self, step: usize) -> Result<DataPosition>;
 
+    /// Whether [`Self::position`] counts samples, as the workers of a parameter server need it, and not steps.
+    fn counts_samples(&self) -> bool {
+        false
+    }
+
     /// What the metrics tell of `step`; `None` where there are no epochs.
     ///
     /// # Errors
@@ -80,6 +85,10 @@ impl TrainingData for &Batches {
 
     fn position(&self, step: usize) -> Result<DataPosition> {
         DataPosition::of(self, step)
+    }
+
+    fn counts_samples(&self) -> bool {
+        true
     }
 
     fn filling(&self, step: usize) -> Result<Option<Filling>> {

@@ -210,3 +210,53 @@ fn data_that_ends_is_an_error_with_the_steps() {
     assert!(said.contains("the data ends after 3 of 5 steps"), "{said}");
     assert!(said.contains("hint"), "{said}");
 }
+
+/// Ranks that were given iterators of different length all say so, instead of waiting for each other; and can go on with more data.
+#[test]
+fn data_that_ends_on_one_rank_is_an_error_on_each() {
+    for layout in [Layout::new(1, 3, 1), Layout::new(1, 1, 2)] {
+        launch(layout, |world| {
+            let mesh = Mesh::new(world, layout.degrees())?;
+            let mut trainer = trainer(&mesh, ZeroStage::Zero, 5)?;
+            let num_steps = if mesh.world.rank() == 1 { 2 } else { 9 };
+            let given = batches(&mesh, 0).take(num_steps);
+            let err = trainer.train(given, |_| Ok(())).unwrap_err();
+            let said = err.to_string();
+            let expected = "the data of some ranks, [1], ends after 2 of 5 steps";
+            assert!(said.contains(expected), "{said}");
+            trainer.train(batches(&mesh, 2), |_| Ok(()))?;
+            assert_eq!(trainer.step(), 5);
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn an_evaluation_of_unequal_length_is_an_error_on_each_rank() {
+    for (layout, zero, expected) in [
+        (
+            Layout::new(1, 1, 2),
+            ZeroStage::Zero,
+            "ranks 0 and 1 belong to one replica",
+        ),
+        (
+            Layout::new(1, 3, 1),
+            ZeroStage::Three,
+            "replicas have unequal numbers of micro-batches",
+        ),
+    ] {
+        launch(layout, |world| {
+            let mesh = Mesh::new(world, layout.degrees())?;
+            let held_out = batches(&mesh, 1000).next().unwrap()?;
+            let num_batches = held_out.len() - usize::from(mesh.world.rank() == 1);
+            let evaluation =
+                Evaluation::new(move || held_out.clone().into_iter().take(num_batches).map(Ok));
+            let mut trainer = trainer(&mesh, zero, 5)?.with_evaluation(evaluation);
+            let said = trainer.evaluate().unwrap_err().to_string();
+            assert!(said.contains(expected), "{said}");
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -2,10 +2,10 @@
 
 use std::cell::Cell;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use candle_comm::{Degrees, Mesh, RankEnv, RunConfig, launch, message_of};
+use candle_comm::{Degrees, Mailbox, Mesh, RankEnv, RunConfig, launch, message_of};
 use candle_core::{Device, Result};
 use candle_parallel::checkpoint::{CheckpointManifest, CheckpointSaver, TrainingCheckpoint};
 use candle_parallel::{Recompute, ZeroStage};
@@ -297,4 +297,34 @@ fn a_checkpoint_of_asynchronous_servers_has_each_gradient_once() {
         assert_eq!(manifest["optimizer"]["num_updates"], 3 * step, "{manifest}");
         assert!(manifest["record"].get("repeats_gradients").is_none());
     }
+}
+
+/// Workers are told a place among samples, which an iterator does not have.
+#[test]
+fn an_iterator_is_no_data_of_servers() {
+    let fixture = Fixture::new("gqa");
+    let run = run_of(&fixture, 4);
+    let mailbox = |mailbox: &Arc<Mailbox>| {
+        if mailbox.rank() == 1 {
+            let load = |mesh: &Mesh| {
+                load_variant(&fixture, mesh, (Layout::new(1, 1, 1), Variant::default()))
+            };
+            return Worker::join(mailbox, 1, load).map(|_| ());
+        }
+        let layout = Layout::new(1, 1, 1);
+        let mesh = Mesh::new(mailbox.group(&[0])?, layout.degrees())?;
+        let server = ParameterServer::new(mailbox, 1, Consistency::Synchronous)?;
+        let part = load_variant(&fixture, &mesh, (layout, Variant::default()))?;
+        let mut trainer = Trainer::of_server(run.train_config(layout), &mesh, part, server)?;
+        trainer.train(std::iter::repeat_with(|| Ok(Vec::new())), |_| Ok(()))
+    };
+    let env = RankEnv::from_lookup("host", &|_| None).unwrap();
+    let config = RunConfig::of_mailboxes(env, Degrees::default());
+    let results = launch::mailboxes(&config, (2, 1), mailbox);
+    let said = results.map(|results| results.into_iter().collect::<Result<()>>());
+    let said = message_of(&said.and_then(|result| result).unwrap_err());
+    assert!(
+        said.contains("the data of a parameter server are not Batches"),
+        "{said}"
+    );
 }

@@ -61,8 +61,9 @@ impl Pipeline {
     /// given as many. The first batch of all is evaluated twice.
     ///
     /// # Errors
-    /// A block that gives other bits for the same batch the second time, as one does that still drops values at random; what `batches`
-    /// and blocks return, and failures of ranks.
+    /// Ranks of a replica that are given different micro-batches, with ZeRO-3 replicas that are given unequal numbers of them; a block
+    /// that gives other bits for the same batch the second time, as one does that still drops values at random; what `batches` and
+    /// blocks return, and failures of ranks.
     pub fn evaluate(
         &self,
         part: &ModelPart,
@@ -81,6 +82,9 @@ impl Pipeline {
             let passes = batches.by_ref().take(at_once);
             let passes = passes.map(|pass| Ok(pass?.evaluating()));
             let passes = passes.collect::<Result<Vec<_>>>()?;
+            if let Some(check) = &self.input_check {
+                check.run(&passes, part.params().groups().shards_weights())?;
+            }
             if passes.is_empty() {
                 return Ok(sums);
             }

@@ -22,7 +22,7 @@ pub struct Pipeline {
     schedule: Box<dyn Instructions>,
     pub(super) pp: ProcessGroup,
     /// Compares what the ranks of a replica are given.
-    input_check: Option<InputCheck>,
+    pub(super) input_check: Option<InputCheck>,
     /// Of forward and backward passes on the device, if they are timed there.
     stopwatches: Option<[Mutex<Stopwatch>; 2]>,
     /// Whether a batch was evaluated twice, to see that it gives the same.

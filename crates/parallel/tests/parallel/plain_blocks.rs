@@ -8,8 +8,9 @@ use candle_nn::Init;
 use candle_parallel::{
     AdamWConfig, Block, DistributedOptimizer, GradientSink, Gradients, Loss, ModelPart,
     ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, PlainHead, Recompute, Schedule, Shard,
-    WEIGHT_INIT, WeightGrad, ZeroStage, head_block, layer_block, pack, plain_block, plain_head,
-    regions, unpack, vocab_parallel_embedding, vocab_parallel_head,
+    WEIGHT_INIT, WeightGrad, ZeroStage, column_parallel_linear, head_block, layer_block, pack,
+    plain_block, plain_head, regions, row_parallel_linear, unpack, vocab_parallel_embedding,
+    vocab_parallel_head,
 };
 
 use crate::chain::{Chain, HIDDEN, gather_weights};
@@ -651,4 +652,43 @@ fn a_block_that_gives_something_else_is_named_on_one_rank_too() {
     let xs = Tensor::zeros(5, DType::F32, &device()).unwrap();
     let said = message(unpack(&xs, &[Shape::from((2, 3))]));
     assert_says(&said, &["5 values", "[2, 3]", "have 6"]);
+}
+
+/// A border at which each tensor-parallel rank has values of its own, declared as such, is no disagreement of ranks.
+#[test]
+fn tensor_parallel_ranks_need_not_share_what_passes_between_blocks() {
+    const WIDE: usize = 10;
+    let run = |layout| {
+        let all = on_mesh(layout, |mesh| {
+            let vb = ParamStore::init(5).builder(DType::F32, &device());
+            let tp = &mesh.tp;
+            let part = ModelPart::build(&mesh, &vb, 4, HIDDEN, |index, vb| {
+                Ok(match index {
+                    0 => layer_block(vocab_parallel_embedding(VOCAB, HIDDEN, tp, vb.pp("embed"))?),
+                    1 => layer_block(column_parallel_linear(HIDDEN, WIDE, true, tp, vb.pp("up"))?),
+                    2 => layer_block(row_parallel_linear(WIDE, HIDDEN, true, tp, vb.pp("down"))?),
+                    _ => head_block(vocab_parallel_head(VOCAB, HIDDEN, tp, vb.pp("head"))?),
+                })
+            })?;
+            let num_ranks = tp.world_size();
+            let part = part.with_borders(move |block, pass| {
+                let (b, t) = pass.dims()?;
+                let width = if block == 1 { WIDE / num_ranks } else { HIDDEN };
+                Ok(vec![((b, t, width).into(), DType::F32)])
+            });
+            trained(&mesh, &part)
+        });
+        all.into_iter().next().unwrap().0
+    };
+    let one = run((1, 1, 1));
+    for layout in [(1, 1, 2), (2, 1, 2), (4, 1, 2), (3, 1, 1), (2, 2, 2)] {
+        for (name, values) in run(layout) {
+            let tensor = |values: &[f32]| Tensor::new(values, &Device::Cpu).unwrap();
+            assert_close(
+                &format!("{layout:?} {name}"),
+                &tensor(&values),
+                &tensor(&one[&name]),
+            );
+        }
+    }
 }
