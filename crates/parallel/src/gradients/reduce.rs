@@ -12,7 +12,7 @@ use candle_ops::sum_of_squares_into;
 
 use super::accumulate::Gradients;
 use super::reduced::{ReducedGradients, ReducedLoss, compare_update};
-use super::shared::sum_overlaps;
+use super::shared::sum_shared_ranges;
 use super::transfer::Sum;
 use crate::agreement::{Comparison, Facts};
 use crate::memory::MemoryCategory;
@@ -155,7 +155,7 @@ impl Gradients {
         // What was not written to is as it was made, zero.
         self.filled[index].clear();
         let is_summand = &mut self.reductions.is_summand;
-        sum_overlaps(&params, bucket, &whole, &self.mesh.tp, is_summand)?;
+        sum_shared_ranges(&params, bucket, &whole, &self.mesh.tp, is_summand)?;
         let sum = Sum::start(whole, bucket, params.groups(), params.meter())?;
         self.reductions.dividing.push_back((index, sum));
         match params.data_parallel().overlap {
@@ -396,7 +396,7 @@ impl Gradients {
         // What earlier passes of the step gave to these, and these did not, lies in `earlier`.
         self.write_missing(index, &whole)?;
         let is_summand = &mut self.reductions.is_summand;
-        sum_overlaps(&params, bucket, &whole, &self.mesh.tp, is_summand)?;
+        sum_shared_ranges(&params, bucket, &whole, &self.mesh.tp, is_summand)?;
         let started = Sum::start(whole, bucket, groups, params.meter())?;
         self.reductions.started[index] = Some(started);
         Ok(())

@@ -1,4 +1,4 @@
-//! Sums over what several ranks of a replica hold: parts that overlap, replicated parameters with partial gradients, ties.
+//! Sums over what several ranks of a replica hold: ranges that several hold, replicated parameters with partial gradients, ties.
 
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{DType, Result, Tensor, bail};
@@ -9,7 +9,7 @@ use crate::placement::Gradient;
 /// Sums the gradients of a bucket's values that several tensor-parallel ranks hold, where each has a summand. All ranks of the
 /// group must call it. One sum moves all such values of the bucket, and no others. `is_summand` tells of which parameters' gradients
 /// were seen to be summands; it is an error if one is not.
-pub(super) fn sum_overlaps(
+pub(super) fn sum_shared_ranges(
     params: &Parameters,
     bucket: &Bucket,
     flat: &FlatBuffer,
@@ -24,24 +24,24 @@ pub(super) fn sum_overlaps(
     for slot in &bucket.slots {
         let param = params.get(slot.param);
         let (dim, _) = param.held();
-        for overlap in params.overlaps(slot.param) {
-            if overlap.gradient == Gradient::Complete {
+        for shared in params.shared_ranges(slot.param) {
+            if shared.gradient == Gradient::Complete {
                 continue;
             }
-            // The overlap's global shape, and what of it lies here.
+            // The shared range's global shape, and what of it lies here.
             let mut dims = param.global_shape.dims().to_vec();
             if let Some(width) = dims.get_mut(dim) {
-                *width = overlap.range.len();
+                *width = shared.range.len();
             }
             let num_values: usize = dims.iter().product();
             let local = flat.view(slot.range.start, param.num_values())?;
             let local = local.reshape(param.local_shape())?;
-            if let Some(local) = param.narrow(&local, &overlap.range)? {
+            if let Some(local) = param.narrow(&local, &shared.range)? {
                 pieces.push(SummedValues {
                     start: len,
                     local,
                     param: slot.param,
-                    num_holders: overlap.num_holders,
+                    num_holders: shared.num_holders,
                 });
             }
             len += num_values;

@@ -93,7 +93,7 @@ pub(super) struct GlobalPlacement {
 
 /// Indices of a parameter's cut dim that several tensor-parallel ranks hold.
 #[derive(Clone, Debug)]
-pub(crate) struct Overlap {
+pub(crate) struct SharedRange {
     /// Consecutive indices with the same holders.
     pub range: Range<usize>,
     /// Whether each holder's gradient of them is a summand.
@@ -226,18 +226,18 @@ impl GlobalPlacement {
     }
 
     /// Indices of parameter `name` that several tensor-parallel ranks at a place of the pipeline hold, in rising order.
-    pub fn overlaps(&self, name: &str, pp_rank: usize) -> Vec<Overlap> {
+    pub fn shared_ranges(&self, name: &str, pp_rank: usize) -> Vec<SharedRange> {
         let Some(gradient) = self.held(name, pp_rank).next().map(|param| param.gradient) else {
             return Vec::new();
         };
         let pieces = self.pieces(name, pp_rank).into_iter();
-        let overlaps = pieces.filter(|(_, ranks)| ranks.len() > 1);
-        let overlaps = overlaps.map(|(range, ranks)| Overlap {
+        let shared = pieces.filter(|(_, ranks)| ranks.len() > 1);
+        let shared = shared.map(|(range, ranks)| SharedRange {
             range,
             gradient,
             num_holders: ranks.len(),
         });
-        overlaps.collect()
+        shared.collect()
     }
 
     /// Every parameter of the model, in name order.

@@ -8,7 +8,7 @@ use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Result, Tensor, bail};
 
 use super::allowance::Allowance;
-use super::catalog::{CatalogEntry, GlobalPlacement, Overlap};
+use super::catalog::{CatalogEntry, GlobalPlacement, SharedRange};
 use super::changes::{Changes, SaveSource};
 use super::data_parallel::{DataParallel, ReplicaGroups};
 use super::layout::{ParamLayout, Sharing, Slot};
@@ -34,7 +34,7 @@ pub struct Parameters {
 struct Inner {
     params: Vec<Param>,
     owned: Vec<Vec<Range<usize>>>,
-    overlaps: Vec<Vec<Overlap>>,
+    shared_ranges: Vec<Vec<SharedRange>>,
     ties: Vec<Tie>,
     layout: ParamLayout,
     catalog: Vec<CatalogEntry>,
@@ -118,16 +118,17 @@ impl Parameters {
                 false => param.local_offsets(&range),
             }
         });
-        let overlaps = params
+        let shared_ranges = params
             .iter()
-            .map(|param| ranks.overlaps(&param.name, pp_rank));
+            .map(|param| ranks.shared_ranges(&param.name, pp_rank));
         let owned = owned.collect();
-        let overlaps: Vec<Vec<Overlap>> = overlaps.collect();
-        let sharing = |index: usize| match (&params[index].placement, overlaps[index].is_empty()) {
-            (_, true) => Sharing::None,
-            (Placement::Replicated(_), false) => Sharing::Copies,
-            (Placement::Sharded(_), false) => Sharing::Overlapping,
-        };
+        let shared_ranges: Vec<Vec<SharedRange>> = shared_ranges.collect();
+        let sharing =
+            |index: usize| match (&params[index].placement, shared_ranges[index].is_empty()) {
+                (_, true) => Sharing::None,
+                (Placement::Replicated(_), false) => Sharing::Copies,
+                (Placement::Sharded(_), false) => Sharing::Overlapping,
+            };
         let places = ParamLayout::new(&params, &ties, mesh.dp.world_size(), sharing);
         let meter = MemoryMeter::default();
         let initial = |param: &Param| {
@@ -163,7 +164,7 @@ impl Parameters {
                 num_updates: AtomicUsize::new(0),
                 meter,
                 owned,
-                overlaps,
+                shared_ranges,
                 layout: places,
                 params,
                 ties,
@@ -234,8 +235,8 @@ impl Parameters {
     }
 
     /// The parts of parameter `index` that several tensor-parallel ranks hold, this one perhaps not among them.
-    pub(crate) fn overlaps(&self, index: usize) -> &[Overlap] {
-        &self.inner.overlaps[index]
+    pub(crate) fn shared_ranges(&self, index: usize) -> &[SharedRange] {
+        &self.inner.shared_ranges[index]
     }
 
     /// Where gradients and the optimizer's state of the trainable parameters lie.

@@ -23,14 +23,14 @@ impl Parameters {
             return Ok(());
         }
         let (mut copies, mut overlapping) = (Checksums::default(), Checksums::default());
-        for index in (0..self.len()).filter(|index| !self.overlaps(*index).is_empty()) {
+        for index in (0..self.len()).filter(|index| !self.shared_ranges(*index).is_empty()) {
             let param = self.get(index);
             let checksums = match param.shard() {
                 None => &mut copies,
                 Some(_) => &mut overlapping,
             };
             let values = values(index)?;
-            for range in self.overlaps(index).iter().map(|overlap| &overlap.range) {
+            for range in self.shared_ranges(index).iter().map(|shared| &shared.range) {
                 if let Some(copy) = param.narrow(&values, range)? {
                     checksums.add(Shared::Value(param.name.clone()), range.start, &copy)?;
                 }

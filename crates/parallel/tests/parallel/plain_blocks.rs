@@ -681,7 +681,7 @@ fn tensor_parallel_ranks_need_not_share_what_passes_between_blocks() {
         all.into_iter().next().unwrap().0
     };
     let one = run((1, 1, 1));
-    for layout in [(1, 1, 2), (2, 1, 2), (4, 1, 2), (3, 1, 1), (2, 2, 2)] {
+    for layout in [(1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 2, 2)] {
         for (name, values) in run(layout) {
             let tensor = |values: &[f32]| Tensor::new(values, &Device::Cpu).unwrap();
             assert_close(
