@@ -183,10 +183,17 @@ impl ProcessGroup {
 
     /// Notes which training step this rank is at, from 0, and what it does there. If the rank dies or hangs, the other ranks'
     /// messages say so, counting from 1, and so does a [trace], from 0.
-    pub fn set_step(&self, step: usize, phase: &'static str) {
+    pub fn set_step(&self, step: usize, phase: &str) {
         trace::set_step(step);
         if let Some(watch) = &self.watch {
             watch.control.set_step(step as u64 + 1, phase);
+        }
+    }
+
+    /// Notes what this rank does in the step that it is at.
+    pub fn set_phase(&self, phase: impl FnOnce() -> String) {
+        if let Some(watch) = &self.watch {
+            watch.control.set_phase(phase());
         }
     }
 

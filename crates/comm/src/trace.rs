@@ -17,14 +17,13 @@ pub enum SpanKind {
     Step,
     /// Getting the batches of a step.
     Data,
-    /// The forward pass of a micro-batch.
-    Forward {
-        /// Which one of the step, from 0.
-        micro_batch: usize,
-    },
-    /// The backward pass of a micro-batch.
-    Backward {
-        /// Which one of the step, from 0.
+    /// A pass of a micro-batch through a stage.
+    Pass {
+        /// Which pass.
+        pass: PassKind,
+        /// Which stage of the pipeline, from 0.
+        stage: usize,
+        /// Which micro-batch of the step, from 0.
         micro_batch: usize,
     },
     /// Reduction, norm, clipping and update.
@@ -37,6 +36,31 @@ pub enum SpanKind {
     Idle(OpSpan),
     /// An operation in flight, whether the rank waits for it or not.
     Communication(OpSpan),
+}
+
+/// A pass of a micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PassKind {
+    /// The forward pass.
+    Forward,
+    /// The whole backward pass.
+    Backward,
+    /// Its input half.
+    InputGrad,
+    /// Its weight half.
+    WeightGrad,
+}
+
+impl PassKind {
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::InputGrad => "input gradient",
+            Self::WeightGrad => "weight gradient",
+        }
+    }
 }
 
 /// An operation of a group of ranks.

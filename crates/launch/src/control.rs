@@ -157,9 +157,18 @@ impl Control {
     }
 
     /// Says which training step this rank is at, and what it does there.
-    pub fn set_step(&self, step: u64, phase: &'static str) {
+    pub fn set_step(&self, step: u64, phase: &str) {
         self.link
-            .update(|activity, _| activity.step = Some((step, phase)));
+            .update(|activity, _| activity.step = Some((step, phase.to_string())));
+    }
+
+    /// Says what this rank does in the step that it is at.
+    pub fn set_phase(&self, phase: String) {
+        self.link.update(|activity, _| {
+            if let Some((_, known)) = &mut activity.step {
+                *known = phase;
+            }
+        });
     }
 
     /// Compares the call across the group: returns when all members have called it with this number.

@@ -79,7 +79,8 @@
 //! | `layers` | [`Layer`], the tensor-parallel ones, and the [`regions`] between them |
 //! | `lora` | [`LoraConfig`]: low-rank adapters beside linear layers, [`LowRank`], and `peft`'s folders |
 //! | `pass` | [`Pass`], and where gradients of weights go: [`GradientSink`] |
-//! | `pipeline` | [`Block`], [`ModelPart`] and its tapes, [`Schedule`], [`Pipeline`] |
+//! | `pipeline` | [`Block`], [`ModelPart`] and its tapes, [`Pipeline`] |
+//! | `schedule` | [`Schedule`], [`Plan`]: who computes what when; its check, its simulation |
 //! | `gradients` | [`Gradients`], their reduction over the mesh, norm and loss |
 //! | `optimizer` | [`Optimizer`], the rule; [`DistributedOptimizer`], which divides its work over replicas |
 //! | `memory` | [`MemoryMeter`]: the bytes that a rank holds, by what they are for |
@@ -100,6 +101,7 @@ mod pass;
 mod pipeline;
 mod pipeline_layout;
 mod placement;
+mod schedule;
 
 pub use agreement::agree;
 pub use gradients::{GradientSums, Gradients, ReducedGradients, ReducedLoss};
@@ -124,8 +126,11 @@ pub use params::{
 };
 pub use pass::{GradientSink, KeyValueCache, Loss, Pass, PassReport, WeightGrad, WeightHalf};
 pub use pipeline::{
-    Block, EvalSums, Instruction, Instructions, ModelPart, Pipeline, PlainBlock, PlainHead,
-    Recompute, Schedule, Unit, head_block, layer_block, pack, plain_block, plain_head, unpack,
+    Block, EvalSums, ModelPart, Pipeline, PlainBlock, PlainHead, Recompute, head_block,
+    layer_block, pack, plain_block, plain_head, unpack,
 };
 pub use pipeline_layout::{PipelineLayout, stage_blocks};
 pub use placement::{Gradient, Placement, Shard, part};
+pub use schedule::{
+    Instruction, Instructions, Message, Plan, Schedule, Simulation, StageTimes, Timed, Times, Unit,
+};

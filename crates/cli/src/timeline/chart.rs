@@ -1,6 +1,8 @@
 //! The picture: a row for each rank, above what it computes, below it a line for operations in flight, pale where the rank does not wait for them,
 //! beside it shares of its time.
 
+use std::collections::BTreeSet;
+
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -44,7 +46,7 @@ enum Column {
 impl Column {
     fn name(self) -> &'static str {
         match self {
-            Self::Of(index) => Category::ALL[index].name(),
+            Self::Of(index) => Category::ALL[index].short_name(),
             Self::Rest => "other",
             Self::InFlight => "in flight",
             Self::Hidden => "hidden",
@@ -77,8 +79,8 @@ impl<'a> Chart<'a> {
         let ranks = trace.ranks.iter();
         let shares: Vec<_> = ranks.map(|rank| Shares::new(rank, window)).collect();
         let mean = Shares::mean(&shares);
-        // The first four are always there, the others if they are not 0.0%.
-        let is_shown = |index: &usize| *index < 4 || mean.of[*index] >= 0.0005;
+        let is_shown =
+            |index: &usize| Category::ALL[*index].is_common() || mean.of[*index] >= 0.0005;
         let columns = (0..Category::ALL.len()).filter(is_shown).map(Column::Of);
         let others = [Column::Rest, Column::InFlight, Column::Hidden];
         Self {
@@ -177,8 +179,13 @@ impl<'a> Chart<'a> {
         let line = (self.row_height / 7).max(1);
         let bottom = top + self.row_height - gap - line;
         let segments = segments(&rank.computing, self.window);
+        let stages = segments
+            .iter()
+            .filter_map(|segment| Some(segment.unit?.stage));
+        let stages: BTreeSet<usize> = stages.collect();
         for segment in &segments {
-            self.draw_segment(area, segment, (top, bottom))?;
+            let turn = segment.unit.map(|unit| stages.range(..unit.stage).count());
+            self.draw_segment(area, segment, turn.unwrap_or_default(), (top, bottom))?;
         }
         self.draw_numbers(area, &segments, (top + bottom) / 2)?;
         let in_flight = union(&rank.in_flight, self.window);
@@ -218,13 +225,14 @@ impl<'a> Chart<'a> {
         &self,
         area: &DrawingArea<B, Shift>,
         segment: &Segment,
+        turn: usize,
         (top, bottom): (i32, i32),
     ) -> Drawn<B> {
         let (from, to) = (self.x(segment.start), self.x(segment.end));
         if to <= from || segment.category == Category::Step {
             return Ok(());
         }
-        let color = segment.category.color();
+        let color = shaded(segment.category.color(), turn);
         area.draw(&Rectangle::new([(from, top), (to, bottom)], color.filled()))?;
         if to > from + 4 {
             // Apart from what was before.
@@ -241,9 +249,9 @@ impl<'a> Chart<'a> {
         y: i32,
     ) -> Drawn<B> {
         let mut longest: Vec<&Segment> = Vec::new();
-        for segment in segments.iter().filter(|it| it.micro_batch.is_some()) {
+        for segment in segments.iter().filter(|it| it.unit.is_some()) {
             let is_same = |other: &&mut &Segment| {
-                (other.category, other.micro_batch) == (segment.category, segment.micro_batch)
+                (other.category, other.unit) == (segment.category, segment.unit)
             };
             match longest.iter_mut().rev().find(is_same) {
                 Some(other) if segment.end - segment.start > other.end - other.start => {
@@ -256,7 +264,8 @@ impl<'a> Chart<'a> {
         let size = (self.row_height / 3).clamp(1, 17);
         let style = text(size, &WHITE, (HPos::Center, VPos::Center));
         for segment in longest {
-            let number = segment.micro_batch.unwrap_or_default().to_string();
+            let number = segment.unit.map(|unit| unit.micro_batch.to_string());
+            let number = number.unwrap_or_default();
             let (from, to) = (self.x(segment.start), self.x(segment.end));
             let width = 4 + number.len() as i32 * size * 2 / 3;
             if size >= 8 && to - from >= width {
@@ -280,6 +289,13 @@ impl Drawing for Chart<'_> {
         let mut rows = self.trace.ranks.iter().enumerate();
         rows.try_for_each(|(index, rank)| self.draw_row(area, index, rank))
     }
+}
+
+/// The colour of a rank's first stage, paler for each later one.
+fn shaded(color: RGBColor, turn: usize) -> RGBColor {
+    let white = 1.0 - 0.72f64.powi(turn.min(4) as i32);
+    let pale = |part: u8| (f64::from(part) + white * (255.0 - f64::from(part))) as u8;
+    RGBColor(pale(color.0), pale(color.1), pale(color.2))
 }
 
 /// 1, 2 or 5 times a power of ten, such that there are some ticks over `width`.

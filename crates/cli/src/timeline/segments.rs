@@ -1,5 +1,7 @@
 //! Events within each other as pieces of time one after the other, and what share of a step they take.
 
+use candle_parallel::Unit;
+
 use super::style::Category;
 use super::trace_file::{Event, Rank};
 
@@ -9,7 +11,8 @@ pub(super) struct Segment {
     pub start: f64,
     pub end: f64,
     pub category: Category,
-    pub micro_batch: Option<usize>,
+    /// Of a pass.
+    pub unit: Option<Unit>,
 }
 
 /// The segments of events that lie within each other or apart, from `start` to `end`.
@@ -27,7 +30,7 @@ pub(super) fn segments(events: &[Event], (start, end): (f64, f64)) -> Vec<Segmen
                 start: from,
                 end: to,
                 category: event.category,
-                micro_batch: event.micro_batch,
+                unit: event.unit,
             });
         }
     };
@@ -137,7 +140,7 @@ mod tests {
             start,
             end,
             category,
-            micro_batch: None,
+            unit: None,
         }
     }
 
@@ -176,7 +179,7 @@ mod tests {
             ..Rank::default()
         };
         let shares = Shares::new(&rank, (1.0, 11.0));
-        assert_eq!(shares.of, [0.2, 0.4, 0.0, 0.25, 0.0, 0.0, 0.0]);
+        assert_eq!(shares.of, [0.2, 0.4, 0.0, 0.0, 0.0, 0.25, 0.0, 0.0, 0.0]);
         assert!((shares.rest() - 0.15).abs() < 1e-12);
         assert!((shares.in_flight - 0.35).abs() < 1e-12);
         assert!((shares.hidden - 0.2).abs() < 1e-12, "{shares:?}");

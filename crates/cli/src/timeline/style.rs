@@ -9,6 +9,8 @@ pub(super) enum Category {
     Data,
     Forward,
     Backward,
+    InputGrad,
+    WeightGrad,
     Optimizer,
     Evaluation,
     Checkpoint,
@@ -26,9 +28,11 @@ pub(super) const GRID: RGBColor = RGBColor(0xe4, 0xe7, 0xec);
 
 impl Category {
     /// Those that are told apart, in the order in which they are listed.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
         Self::Forward,
         Self::Backward,
+        Self::InputGrad,
+        Self::WeightGrad,
         Self::Optimizer,
         Self::Idle,
         Self::Data,
@@ -48,11 +52,30 @@ impl Category {
             Self::Data => "data",
             Self::Forward => "forward",
             Self::Backward => "backward",
+            Self::InputGrad => "input gradient",
+            Self::WeightGrad => "weight gradient",
             Self::Optimizer => "optimizer",
             Self::Evaluation => "evaluation",
             Self::Checkpoint => "checkpoint",
             Self::Idle => "idle",
         }
+    }
+
+    /// Above its column of shares, where there is less room.
+    pub fn short_name(self) -> &'static str {
+        match self {
+            Self::InputGrad => "input",
+            Self::WeightGrad => "weight",
+            _ => self.name(),
+        }
+    }
+
+    /// Whether its share is shown though it is nothing.
+    pub fn is_common(self) -> bool {
+        matches!(
+            self,
+            Self::Forward | Self::Backward | Self::Optimizer | Self::Idle
+        )
     }
 
     /// The rest of a step has no name, and the colour of the paper.
@@ -62,6 +85,8 @@ impl Category {
             Self::Data => RGBColor(0xb8, 0x9b, 0x2c),
             Self::Forward => RGBColor(0x3b, 0x76, 0xc4),
             Self::Backward => RGBColor(0x2a, 0x9d, 0x78),
+            Self::InputGrad => RGBColor(0x2f, 0x8f, 0x9d),
+            Self::WeightGrad => RGBColor(0x6f, 0x9f, 0x3f),
             Self::Optimizer => RGBColor(0x8b, 0x5f, 0xbf),
             Self::Evaluation => RGBColor(0xb2, 0x4c, 0x74),
             Self::Checkpoint => RGBColor(0x7a, 0x68, 0x58),

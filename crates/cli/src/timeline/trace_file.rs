@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{Error, Result, bail};
+use candle_parallel::Unit;
 use serde::Deserialize;
 
 use super::style::Category;
@@ -35,7 +36,8 @@ pub(super) struct Event {
     pub start: f64,
     pub end: f64,
     pub category: Category,
-    pub micro_batch: Option<usize>,
+    /// Of a pass.
+    pub unit: Option<Unit>,
 }
 
 #[derive(Deserialize)]
@@ -72,6 +74,7 @@ struct Record {
 struct RecordArgs {
     name: Option<String>,
     step: Option<usize>,
+    stage: Option<usize>,
     micro_batch: Option<usize>,
 }
 
@@ -185,7 +188,11 @@ impl Rank {
             start,
             end,
             category,
-            micro_batch: record.args.micro_batch,
+            unit: record.args.micro_batch.map(|micro_batch| Unit {
+                // Earlier versions had one stage on each rank, and did not say which.
+                stage: record.args.stage.unwrap_or_default(),
+                micro_batch,
+            }),
         });
         Ok(())
     }

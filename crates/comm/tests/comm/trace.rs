@@ -1,6 +1,6 @@
 //! Spans that a thread records of its operations.
 
-use candle_comm::trace::{self, Span, SpanKind};
+use candle_comm::trace::{self, PassKind, Span, SpanKind};
 use candle_comm::{Degrees, Mesh, ReduceOp, launch};
 use candle_core::{Device, Result, Tensor};
 
@@ -9,6 +9,14 @@ fn operation(span: &Span) -> Option<(&'static str, &'static str)> {
         SpanKind::Idle(op) => Some(("idle", op.operation)),
         SpanKind::Communication(op) => Some(("communication", op.operation)),
         _ => None,
+    }
+}
+
+fn pass(pass: PassKind, micro_batch: usize) -> SpanKind {
+    SpanKind::Pass {
+        pass,
+        stage: 1,
+        micro_batch,
     }
 }
 
@@ -25,7 +33,7 @@ fn waits_lie_within_what_they_are_part_of_and_operations_last_from_call_to_end()
         mesh.tp.all_reduce(&xs, ReduceOp::Sum)?;
         trace::start(100);
         mesh.world.set_step(7, "test");
-        let started = trace::record(SpanKind::Forward { micro_batch: 3 }, &Device::Cpu, || {
+        let started = trace::record(pass(PassKind::Forward, 3), &Device::Cpu, || {
             mesh.tp.all_reduce(&xs, ReduceOp::Sum)?;
             mesh.tp.start_all_gather(&xs)
         })?;
@@ -54,7 +62,7 @@ fn waits_lie_within_what_they_are_part_of_and_operations_last_from_call_to_end()
         assert_eq!((op.group, op.num_ranks, op.bytes), ("tp", 2, 4000));
         let forward = spans
             .iter()
-            .find(|it| it.kind == SpanKind::Forward { micro_batch: 3 });
+            .find(|it| it.kind == pass(PassKind::Forward, 3));
         let forward = forward.unwrap();
         for wait in of("idle", "all_reduce") {
             assert!(forward.start <= wait.start && wait.end <= forward.end);
@@ -74,7 +82,7 @@ fn waits_lie_within_what_they_are_part_of_and_operations_last_from_call_to_end()
 fn what_has_no_room_is_counted() {
     trace::start(3);
     for micro_batch in 0..5 {
-        let kind = SpanKind::Backward { micro_batch };
+        let kind = pass(PassKind::Backward, micro_batch);
         let result: Result<()> = trace::record(kind, &Device::Cpu, || match micro_batch {
             1 => candle_core::bail!("it fails"),
             _ => Ok(()),
@@ -83,7 +91,7 @@ fn what_has_no_room_is_counted() {
     }
     let recording = trace::stop();
     let kinds: Vec<_> = recording.spans.into_iter().map(|span| span.kind).collect();
-    let expected = (0..3).map(|micro_batch| SpanKind::Backward { micro_batch });
+    let expected = (0..3).map(|micro_batch| pass(PassKind::Backward, micro_batch));
     assert_eq!(kinds, expected.collect::<Vec<_>>());
     assert_eq!(recording.num_dropped, 2);
 }

@@ -10,7 +10,7 @@ use super::Operation;
 /// What this rank is doing. Times are those of the run clock.
 #[derive(Default)]
 pub(super) struct Activity {
-    pub step: Option<(u64, &'static str)>,
+    pub step: Option<(u64, String)>,
     /// Operations in flight, in the order in which they began.
     open: Vec<Open>,
     /// By group id: how many of its numbered operations have begun.
@@ -113,7 +113,7 @@ impl Activity {
                 oldest.operation
             );
         }
-        if let Some((step, phase)) = self.step {
+        if let Some((step, phase)) = &self.step {
             besides += &format!("; step {step}, {phase}");
         }
         Snapshot {

@@ -1,30 +1,19 @@
 //! What passes between neighbouring stages of different ranks.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_comm::{P2p, Pending, ProcessGroup};
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::pipeline_layout::PipelineLayout;
-
-/// What a message is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) enum Kind {
-    /// The output of a stage, for the next one.
-    Activation,
-    /// The gradient of a stage's input, for the one before.
-    Gradient,
-}
-
-/// A way from one rank to another, of one kind of message.
-type ChannelId = (usize, usize, Kind);
+use crate::schedule::{Link, Message, links};
 
 /// A channel for each neighbour, direction and kind: messages of one never wait for those of another, and the first that is sent over a
 /// channel is for the first receive. On GPUs each is a communicator of its own.
 pub(super) struct Channels {
     rank: usize,
-    groups: HashMap<ChannelId, ProcessGroup>,
+    groups: HashMap<Link, ProcessGroup>,
     layout: PipelineLayout,
     /// Whether passes use them; if they have failed, what they have sent may be there still.
     is_in_use: AtomicBool,
@@ -50,15 +39,7 @@ impl Channels {
                 pp.world_size()
             );
         }
-        let links = layout.ranks();
-        let links = links.windows(2).filter(|ends| ends[0] != ends[1]);
-        let links = links.flat_map(|ends| {
-            [
-                (ends[0], ends[1], Kind::Activation),
-                (ends[1], ends[0], Kind::Gradient),
-            ]
-        });
-        let links: BTreeSet<ChannelId> = links.collect();
+        let links = links(layout);
         let mut groups = HashMap::new();
         for link in links {
             let (src, dst, _) = link;
@@ -109,7 +90,7 @@ impl Channels {
         self.is_in_use.store(false, Ordering::Relaxed);
     }
 
-    fn group(&self, link: ChannelId) -> Result<&ProcessGroup> {
+    fn group(&self, link: Link) -> Result<&ProcessGroup> {
         match self.groups.get(&link) {
             Some(group) => Ok(group),
             None => bail!(
@@ -120,8 +101,8 @@ impl Channels {
     }
 
     /// Sends to rank `dst` without waiting: what is under way stays in `sends`.
-    pub fn send(&self, xs: &Tensor, dst: usize, kind: Kind, sends: &mut Sends) -> Result<()> {
-        let group = self.group((self.rank, dst, kind))?;
+    pub fn send(&self, xs: &Tensor, dst: usize, what: Message, sends: &mut Sends) -> Result<()> {
+        let group = self.group((self.rank, dst, what))?;
         let xs = xs.contiguous()?;
         let dst = 1;
         let send = group.start_batch_send_recv(&[P2p::Send { xs: &xs, dst }])?;
@@ -137,11 +118,11 @@ impl Channels {
     pub fn recv(
         &self,
         src: usize,
-        kind: Kind,
+        what: Message,
         shape: Shape,
         dtype: DType,
     ) -> Result<Pending<Vec<Tensor>>> {
-        let group = self.group((src, self.rank, kind))?;
+        let group = self.group((src, self.rank, what))?;
         let src = 0;
         group.start_batch_send_recv(&[P2p::Recv { shape, dtype, src }])
     }

@@ -7,10 +7,10 @@ use candle_core::{Result, Tensor, bail};
 use super::eval_sums::EvalSums;
 use super::model_part::ModelPart;
 use super::pipeline::Pipeline;
-use super::schedule::forwards;
 use super::units::Units;
 use crate::checksums::checksum;
 use crate::pass::{Loss, Pass};
+use crate::schedule::Plan;
 
 /// What each block gives, by its index.
 type Observe<'a> = &'a mut dyn FnMut(usize, &Tensor) -> Result<()>;
@@ -139,13 +139,13 @@ impl Pipeline {
         passes: &[Pass],
         observe: Observe<'_>,
     ) -> Result<Vec<Option<Tensor>>> {
-        let instructions = forwards(part.layout(), self.pp.rank(), passes.len());
-        let mut units = Units::new(self, part, passes, &instructions)?;
+        let plan = Plan::forwards(part.layout(), passes.len());
+        let mut units = Units::new(self, part, passes)?;
         let mut outputs = vec![None; passes.len()];
-        for instruction in &instructions {
-            let unit = instruction.unit();
-            let output = units.infer(unit, observe)?;
-            outputs[unit.micro_batch] = output;
+        for (instruction, next) in self.instructions(part, &plan) {
+            if let Some(output) = units.infer(instruction, next, observe)? {
+                outputs[instruction.unit().micro_batch] = Some(output);
+            }
         }
         units.finish()?;
         Ok(outputs)

@@ -17,6 +17,7 @@ use crate::layers::Head;
 use crate::params::{ParamBuilder, Parameters, is_about_released};
 use crate::pass::{Loss, Pass, WeightJobs};
 use crate::pipeline_layout::PipelineLayout;
+use crate::schedule::Instruction;
 
 /// What a rank has of a model: its stages, one or several, in the order of the model, and the parameters of all of them.
 pub struct ModelPart {
@@ -303,12 +304,13 @@ impl ModelPart {
     }
 
     /// Runs the blocks of a stage on what the stage before gave (`None` for the first one, which takes the inputs): its output, which the last
-    /// stage has none of, and the tape.
+    /// stage has none of, and the tape. `after` is the block that this rank runs next.
     pub(super) fn forward(
         &self,
         stage: usize,
         input: Option<Tensor>,
         pass: Pass,
+        after: Option<usize>,
         gradients: &mut Gradients,
     ) -> Result<(Option<Tensor>, Tape)> {
         let stage = self.stage(stage)?;
@@ -324,6 +326,7 @@ impl ModelPart {
             }
             let next = stage.blocks.get(position + 1);
             let next = next.filter(|next| !next.is_head());
+            let next = next.map(|next| next.index).or(after);
             let (result, num_collectives) =
                 self.run(FORWARD, block, next, || match position < num_frozen {
                     true => block.forward_frozen(&input, &pass, gradients),
@@ -378,10 +381,9 @@ impl ModelPart {
         &self,
         name: &'static str,
         block: &StageBlock,
-        next: Option<&StageBlock>,
+        next: Option<usize>,
         pass: impl FnOnce() -> Result<T>,
     ) -> (Result<T>, u64) {
-        let next = next.map(|next| next.index);
         let scope = Scope {
             what: name,
             block: block.index,
@@ -411,12 +413,13 @@ impl ModelPart {
     }
 
     /// Runs the blocks of a stage without keeping anything for a backward pass, but for its head: what that is to be given, if the stage is the
-    /// last one. `observe` gets what each block, by its index, gives.
+    /// last one. `observe` gets what each block, by its index, gives. `after` is the block that this rank runs next.
     pub(super) fn infer(
         &self,
         stage: usize,
         input: Option<Tensor>,
         pass: &Pass,
+        after: Option<usize>,
         observe: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
     ) -> Result<Tensor> {
         let stage = self.stage(stage)?;
@@ -426,6 +429,7 @@ impl ModelPart {
                 break;
             }
             let next = stage.blocks.get(position + 1);
+            let next = next.map(|next| next.index).or(after);
             let (output, _) = self.run(FORWARD, block, next, || block.infer(&xs, pass));
             xs = output.map_err(|err| self.about_released(err, block, &xs, pass))?;
             self.check_border(block.index, &xs, pass)?;
@@ -451,12 +455,13 @@ impl ModelPart {
     }
 
     /// Runs the backward pass of a unit, from the gradient of the stage's output, which the last stage has none of. The gradients of the
-    /// parameters go to `gradients`, or if they are put off into what is returned.
+    /// parameters go to `gradients`, or if they are put off into what is returned. `after` is the block that this rank runs next.
     pub(super) fn backward(
         &self,
         stage: usize,
         tape: Tape,
         upstream: Option<Tensor>,
+        after: Option<usize>,
         gradients: &mut Gradients,
         puts_off: bool,
     ) -> Result<StageGrad> {
@@ -479,7 +484,7 @@ impl ModelPart {
             };
             let upstream = grad.input.take();
             let next = position.checked_sub(1).filter(|&next| next >= num_frozen);
-            let next = next.map(|next| &stage.blocks[next]);
+            let next = next.map(|next| stage.blocks[next].index).or(after);
             let mut jobs = WeightJobs::new(self.params.sharded().is_none());
             let (result, num_collectives) = self.run("backward pass", block, next, || {
                 let (pass, params) = (&tape.pass, &self.params);
@@ -515,6 +520,20 @@ impl ModelPart {
             self.params.meter().count_activations(&self.device)?;
         }
         Ok(grad)
+    }
+
+    /// The first block whose weights an instruction needs.
+    pub(super) fn first_block(&self, instruction: Instruction) -> Option<usize> {
+        let stage = self.stage(instruction.unit().stage).ok()?;
+        let first = match instruction {
+            Instruction::Forward(_) => stage.blocks.first().filter(|first| !first.is_head()),
+            Instruction::Backward(_) | Instruction::InputGrad(_) => {
+                let num_frozen = stage.num_frozen(&self.params);
+                stage.blocks[num_frozen..].last()
+            }
+            _ => None,
+        };
+        first.map(|first| first.index)
     }
 
     /// Runs the weight half of a unit.

@@ -1,7 +1,7 @@
 //! Runs a schedule: the one train-step engine of every layout.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_comm::trace::{self, SpanKind};
 use candle_comm::{Mesh, ProcessGroup};
@@ -11,11 +11,11 @@ use candle_ops::Stopwatch;
 use super::channels::Channels;
 use super::input_check::InputCheck;
 use super::model_part::ModelPart;
-use super::schedule::{Instruction, Instructions, check};
 use super::units::Units;
 use crate::gradients::Gradients;
 use crate::pass::{Pass, PassReport};
 use crate::pipeline_layout::PipelineLayout;
+use crate::schedule::{Instruction, Instructions, Plan};
 
 /// Interprets a [schedule](Instructions) over the ranks of a pipeline group. Without a pipeline the group has one rank.
 pub struct Pipeline {
@@ -29,8 +29,10 @@ pub struct Pipeline {
     pub(super) evaluates_alike: AtomicBool,
     /// Made for the first model part that is run.
     channels: OnceLock<Channels>,
-    /// The number of micro-batches for which the schedule was last seen to be whole.
-    num_checked: AtomicUsize,
+    /// Receives that are posted ahead.
+    prefetch: usize,
+    /// The schedule's lists for the number of micro-batches that there were last; they depend on nothing else.
+    plan: Mutex<Option<Arc<Plan>>>,
 }
 
 /// Places of the stopwatches.
@@ -47,7 +49,17 @@ impl Pipeline {
             stopwatches: None,
             evaluates_alike: AtomicBool::new(false),
             channels: OnceLock::new(),
-            num_checked: AtomicUsize::new(usize::MAX),
+            prefetch: 1,
+            plan: Mutex::new(None),
+        }
+    }
+
+    /// Posts up to `num` receives (1 without this) beside that of the unit which is next: what they are for comes while others are computed, and each
+    /// takes the memory of a message.
+    pub fn with_prefetch(self, num: usize) -> Self {
+        Self {
+            prefetch: num,
+            ..self
         }
     }
 
@@ -141,17 +153,8 @@ impl Pipeline {
         if let Some(check) = &self.input_check {
             check.run(micro_batches, params.groups().shards_gradients())?;
         }
-        let (layout, rank) = (part.layout(), self.pp.rank());
-        let num_micro_batches = micro_batches.len();
-        let of_rank = |rank| self.schedule.of_rank(layout, rank, num_micro_batches);
-        // Once for each number of micro-batches in a row; the lists depend on nothing else.
-        if self.num_checked.load(Ordering::Relaxed) != num_micro_batches {
-            let lists: Vec<Vec<Instruction>> = (0..layout.num_ranks()).map(of_rank).collect();
-            check(&lists, layout, num_micro_batches)?;
-            self.num_checked.store(num_micro_batches, Ordering::Relaxed);
-        }
-        let instructions = of_rank(rank);
-        gradients.begin_passes(part.block_indices(), num_micro_batches)?;
+        let plan = self.plan(part.layout(), micro_batches.len())?;
+        gradients.begin_passes(part.block_indices(), micro_batches.len())?;
         part.begin();
         params.meter().begin_passes(part.device())?;
         if let Some(sharded) = params.sharded() {
@@ -164,13 +167,47 @@ impl Pipeline {
         let passes: Vec<Pass> = passes
             .map(|pass| pass.training(scale, step, seed))
             .collect();
-        let mut units = Units::new(self, part, &passes, &instructions)?;
-        for instruction in &instructions {
-            units.train(*instruction, gradients)?;
+        let mut units = Units::new(self, part, &passes)?;
+        for (instruction, next) in self.instructions(part, &plan) {
+            units.train(instruction, next, gradients)?;
         }
         let report = units.finish()?;
         params.meter().end_passes(part.device())?;
         gradients.add_passes(&report)?;
         Ok(report)
+    }
+
+    /// The lists of all ranks for so many micro-batches, which were checked.
+    fn plan(&self, layout: &PipelineLayout, num_micro_batches: usize) -> Result<Arc<Plan>> {
+        let mut plan = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = plan.as_ref();
+        let known = known.filter(|plan| plan.num_micro_batches() == num_micro_batches);
+        if let Some(known) = known {
+            return Ok(known.clone());
+        }
+        // A rank without micro-batches takes part in the sums of the step.
+        let made = match num_micro_batches {
+            0 => Plan::of_lists(layout, 0, vec![Vec::new(); layout.num_ranks()])?,
+            _ => Plan::new(self.schedule.as_ref(), layout, num_micro_batches)?,
+        };
+        Ok(plan.insert(Arc::new(made)).clone())
+    }
+
+    /// What this rank does, and after each instruction the block whose weights it needs next.
+    pub(super) fn instructions(
+        &self,
+        part: &ModelPart,
+        plan: &Plan,
+    ) -> Vec<(Instruction, Option<usize>)> {
+        let list = plan.with_messages(self.pp.rank(), self.prefetch);
+        let mut next = None;
+        let list = list.into_iter().rev().map(|instruction| {
+            let after = next;
+            next = part.first_block(instruction).or(next);
+            (instruction, after)
+        });
+        let mut list: Vec<_> = list.collect();
+        list.reverse();
+        list
     }
 }

@@ -1,20 +1,17 @@
 //! Carries out instructions: what is in flight on a rank, and what passes between it and its neighbours.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 
 use candle_comm::Pending;
-use candle_comm::trace::SpanKind;
+use candle_comm::trace::{PassKind, SpanKind};
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::channels::{Channels, Kind, Sends};
+use super::channels::{Channels, Sends};
 use super::model_part::{ModelPart, StageJobs, Tape};
 use super::pipeline::{BACKWARD, FORWARD, Pipeline};
-use super::schedule::{Instruction, Unit};
 use crate::gradients::Gradients;
 use crate::pass::{ComputeTimer, Loss, Pass, PassReport};
-
-/// Receives that are posted before what they are for is next.
-const RECEIVES_AHEAD: usize = 1;
+use crate::schedule::{Instruction, Message, Plan, Unit};
 
 /// The units of a rank under way.
 pub(super) struct Units<'a> {
@@ -22,13 +19,11 @@ pub(super) struct Units<'a> {
     channels: &'a Channels,
     part: &'a ModelPart,
     passes: &'a [Pass],
-    rank: usize,
-    /// What is still to be received from other ranks, in the order in which it is needed.
-    expected: VecDeque<(Unit, Kind)>,
-    posted: VecDeque<Posted>,
+    /// Receives that were posted, by what they are for.
+    posted: HashMap<(Unit, Message), Pending<Vec<Tensor>>>,
     sends: Sends,
-    /// What a stage of this rank gave to another one of this rank.
-    given: HashMap<(Unit, Kind), Tensor>,
+    /// What a stage of this rank gave: for another one of this rank, or until it is sent.
+    given: HashMap<(Unit, Message), Tensor>,
     tapes: HashMap<Unit, Tape>,
     jobs: HashMap<Unit, StageJobs>,
     /// Of the last stage, by micro-batch.
@@ -36,60 +31,24 @@ pub(super) struct Units<'a> {
     report: PassReport,
 }
 
-/// A receive that was posted.
-struct Posted {
-    what: (Unit, Kind),
-    received: Pending<Vec<Tensor>>,
-}
-
 impl<'a> Units<'a> {
-    /// To carry out `instructions` for `passes`.
-    pub fn new(
-        pipeline: &'a Pipeline,
-        part: &'a ModelPart,
-        passes: &'a [Pass],
-        instructions: &[Instruction],
-    ) -> Result<Self> {
-        let rank = pipeline.pp.rank();
+    /// For `passes`, each a micro-batch.
+    pub fn new(pipeline: &'a Pipeline, part: &'a ModelPart, passes: &'a [Pass]) -> Result<Self> {
         let channels = pipeline.channels(part.layout())?;
         channels.begin()?;
-        let mut units = Self {
+        Ok(Self {
             pipeline,
             channels,
             part,
             passes,
-            rank,
-            expected: VecDeque::new(),
-            posted: VecDeque::new(),
+            posted: HashMap::new(),
             sends: Sends::default(),
             given: HashMap::new(),
             tapes: HashMap::new(),
             jobs: HashMap::new(),
             losses: vec![None; passes.len()],
             report: PassReport::default(),
-        };
-        let expected = instructions.iter().filter_map(|instruction| {
-            let unit = instruction.unit();
-            let kind = match instruction {
-                Instruction::Forward(_) => Kind::Activation,
-                Instruction::Backward(_) | Instruction::InputGrad(_) => Kind::Gradient,
-                Instruction::WeightGrad(_) => return None,
-            };
-            let source = units.source(unit, kind)?;
-            (source != rank).then_some((unit, kind))
-        });
-        units.expected = expected.collect();
-        Ok(units)
-    }
-
-    /// The rank that gives a unit its input, or the gradient of its output; `None` where there is nothing to give.
-    fn source(&self, unit: Unit, kind: Kind) -> Option<usize> {
-        let layout = self.part.layout();
-        let stage = match kind {
-            Kind::Activation => unit.stage.checked_sub(1)?,
-            Kind::Gradient => Some(unit.stage + 1).filter(|&next| next < layout.num_stages())?,
-        };
-        Some(layout.rank_of(stage))
+        })
     }
 
     fn pass(&self, unit: Unit) -> Result<&'a Pass> {
@@ -99,104 +58,121 @@ impl<'a> Units<'a> {
         }
     }
 
-    /// Posts receives until that of `wanted` is among them, and some more.
-    fn post(&mut self, wanted: (Unit, Kind)) -> Result<()> {
-        let is_posted = |posted: &VecDeque<Posted>| posted.iter().any(|of| of.what == wanted);
-        while !is_posted(&self.posted) || self.posted.len() <= RECEIVES_AHEAD {
-            let Some((unit, kind)) = self.expected.pop_front() else {
-                break;
-            };
-            let Some(source) = self.source(unit, kind) else {
-                continue;
-            };
-            let giving = match kind {
-                Kind::Activation => unit.stage - 1,
-                Kind::Gradient => unit.stage,
-            };
-            let (shape, dtype) = self.part.border_of_stage(giving, self.pass(unit)?)?;
-            let received = self.channels.recv(source, kind, shape, dtype)?;
-            let what = (unit, kind);
-            self.posted.push_back(Posted { what, received });
-        }
+    /// Posts the receive of what a unit needs.
+    fn post(&mut self, unit: Unit, what: Message) -> Result<()> {
+        let Some(source) = Plan::source(self.part.layout(), unit, what) else {
+            bail!("nobody sends the {what:?} of {unit:?}")
+        };
+        let giving = match what {
+            Message::Activation => unit.stage - 1,
+            Message::Gradient => unit.stage,
+        };
+        let (shape, dtype) = self.part.border_of_stage(giving, self.pass(unit)?)?;
+        let received = self.channels.recv(source, what, shape, dtype)?;
+        self.posted.insert((unit, what), received);
         Ok(())
     }
 
-    /// What the unit gets, once it is here.
-    fn take(&mut self, unit: Unit, kind: Kind) -> Result<Option<Tensor>> {
-        let Some(source) = self.source(unit, kind) else {
-            return Ok(None);
+    /// Sends what a unit has given.
+    fn send(&mut self, unit: Unit, what: Message) -> Result<()> {
+        let layout = self.part.layout();
+        let to = Plan::receiver(layout, unit, what);
+        let given = to.and_then(|to| Some((to, self.given.remove(&(to, what))?)));
+        // A frozen beginning of the model has no gradient to pass on, and nobody who needs it.
+        let Some((to, xs)) = given else {
+            bail!("the {what:?} of {unit:?} is not there to be sent")
         };
-        if source == self.rank {
-            return match self.given.remove(&(unit, kind)) {
-                Some(given) => Ok(Some(given)),
-                None => bail!(
-                    "the schedule asks for the {kind:?} of {unit:?} before the stage beside it, which is on the same rank, has given it"
-                ),
-            };
-        }
-        self.post((unit, kind))?;
-        let place = self.posted.iter().position(|of| of.what == (unit, kind));
-        let Some(posted) = place.and_then(|place| self.posted.remove(place)) else {
-            bail!("the schedule asks for the {kind:?} of {unit:?}, which no receive was posted for")
-        };
-        Ok(posted.received.wait()?.pop())
+        let rank = layout.rank_of(to.stage);
+        self.channels.send(&xs, rank, what, &mut self.sends)
     }
 
-    /// Hands what a unit gave to the stage after or before it.
-    fn give(&mut self, unit: Unit, kind: Kind, xs: Tensor) -> Result<()> {
-        let stage = match kind {
-            Kind::Activation => unit.stage + 1,
-            Kind::Gradient => match unit.stage.checked_sub(1) {
-                Some(stage) => stage,
-                None => return Ok(()),
-            },
-        };
-        let to = Unit { stage, ..unit };
-        let rank = self.part.layout().rank_of(stage);
-        if rank != self.rank {
-            return self.channels.send(&xs, rank, kind, &mut self.sends);
+    /// What the unit gets, once it is here; `None` at the beginning or end of the model.
+    fn take(&mut self, unit: Unit, what: Message) -> Result<Option<Tensor>> {
+        if let Some(posted) = self.posted.remove(&(unit, what)) {
+            return Ok(posted.wait()?.pop());
         }
-        self.given.insert((to, kind), xs);
-        Ok(())
+        let is_end = match what {
+            Message::Activation => unit.stage == 0,
+            Message::Gradient => unit.stage + 1 == self.part.layout().num_stages(),
+        };
+        match self.given.remove(&(unit, what)) {
+            None if !is_end => {
+                bail!(
+                    "the {what:?} of {unit:?} is asked for before the stage beside it has given it"
+                )
+            }
+            given => Ok(given),
+        }
     }
 
-    /// Carries out an instruction of a training step.
-    pub fn train(&mut self, instruction: Instruction, gradients: &mut Gradients) -> Result<()> {
-        match instruction {
-            Instruction::Forward(unit) => self.forward(unit, gradients),
-            Instruction::Backward(unit) => self.backward(unit, gradients, false),
-            Instruction::InputGrad(unit) => self.backward(unit, gradients, true),
+    /// Keeps what a unit gave for the stage after or before it.
+    fn give(&mut self, unit: Unit, what: Message, xs: Tensor) {
+        if let Some(to) = Plan::receiver(self.part.layout(), unit, what) {
+            self.given.insert((to, what), xs);
+        }
+    }
+
+    /// Carries out an instruction of a training step; `next` is the block that comes after it on this rank, whose weights may come
+    /// meanwhile.
+    pub fn train(
+        &mut self,
+        instruction: Instruction,
+        next: Option<usize>,
+        gradients: &mut Gradients,
+    ) -> Result<()> {
+        let pp = &self.pipeline.pp;
+        pp.set_phase(|| instruction.to_string());
+        let done = match instruction {
+            Instruction::Forward(unit) => self.forward(unit, next, gradients),
+            Instruction::Backward(unit) => self.backward(unit, next, gradients, false),
+            Instruction::InputGrad(unit) => self.backward(unit, next, gradients, true),
             Instruction::WeightGrad(unit) => self.weight_half(unit, gradients),
-        }
+            Instruction::Send(unit, what) => self.send(unit, what),
+            Instruction::Recv(unit, what) => self.post(unit, what),
+        };
+        done.map_err(|err| err.context(format!("{instruction}")))
     }
 
-    fn forward(&mut self, unit: Unit, gradients: &mut Gradients) -> Result<()> {
-        let input = self.take(unit, Kind::Activation)?;
+    fn forward(
+        &mut self,
+        unit: Unit,
+        next: Option<usize>,
+        gradients: &mut Gradients,
+    ) -> Result<()> {
+        let input = self.take(unit, Message::Activation)?;
         let timer = ComputeTimer::start();
         let (part, pass) = (self.part, self.pass(unit)?.clone());
-        let kind = SpanKind::Forward {
-            micro_batch: unit.micro_batch,
-        };
+        let kind = span(PassKind::Forward, unit);
         let (output, tape) = self.pipeline.timed(FORWARD, kind, || {
-            part.forward(unit.stage, input, pass, gradients)
+            part.forward(unit.stage, input, pass, next, gradients)
         })?;
         self.report.forward_secs += timer.secs();
         self.tapes.insert(unit, tape);
-        match output {
-            Some(output) => self.give(unit, Kind::Activation, output),
-            None => Ok(()),
+        if let Some(output) = output {
+            self.give(unit, Message::Activation, output);
         }
+        Ok(())
     }
 
-    fn backward(&mut self, unit: Unit, gradients: &mut Gradients, puts_off: bool) -> Result<()> {
-        let upstream = self.take(unit, Kind::Gradient)?;
+    fn backward(
+        &mut self,
+        unit: Unit,
+        next: Option<usize>,
+        gradients: &mut Gradients,
+        puts_off: bool,
+    ) -> Result<()> {
+        let upstream = self.take(unit, Message::Gradient)?;
         let timer = ComputeTimer::start();
         let Some(tape) = self.tapes.remove(&unit) else {
             bail!("the schedule asks for the backward pass of {unit:?} before its forward pass")
         };
         let part = self.part;
-        let grad = self.pipeline.timed(BACKWARD, of_backward(unit), || {
-            part.backward(unit.stage, tape, upstream, gradients, puts_off)
+        let kind = match puts_off {
+            true => span(PassKind::InputGrad, unit),
+            false => span(PassKind::Backward, unit),
+        };
+        let grad = self.pipeline.timed(BACKWARD, kind, || {
+            part.backward(unit.stage, tape, upstream, next, gradients, puts_off)
         })?;
         self.report.backward_secs += timer.secs();
         if let Some(loss) = grad.loss {
@@ -205,10 +181,10 @@ impl<'a> Units<'a> {
         if puts_off {
             self.jobs.insert(unit, grad.jobs);
         }
-        match grad.input {
-            Some(input) => self.give(unit, Kind::Gradient, input),
-            None => Ok(()),
+        if let Some(input) = grad.input {
+            self.give(unit, Message::Gradient, input);
         }
+        Ok(())
     }
 
     fn weight_half(&mut self, unit: Unit, gradients: &mut Gradients) -> Result<()> {
@@ -217,29 +193,37 @@ impl<'a> Units<'a> {
             bail!("the schedule asks for the weight half of {unit:?} before its input half")
         };
         let part = self.part;
-        self.pipeline.timed(BACKWARD, of_backward(unit), || {
+        let kind = span(PassKind::WeightGrad, unit);
+        self.pipeline.timed(BACKWARD, kind, || {
             part.weight_half(unit.stage, jobs, gradients)
         })?;
         self.report.backward_secs += timer.secs();
         Ok(())
     }
 
-    /// Carries out a forward pass without a backward pass: what the head is to be given, if this is the last stage. `observe` gets what each
-    /// block gives.
+    /// Carries out a forward pass without a backward pass, or a message: what the head is to be given, if this is the last stage. `observe`
+    /// gets what each block gives.
     pub fn infer(
         &mut self,
-        unit: Unit,
+        instruction: Instruction,
+        next: Option<usize>,
         observe: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
     ) -> Result<Option<Tensor>> {
-        let input = self.take(unit, Kind::Activation)?;
-        let output = self
-            .part
-            .infer(unit.stage, input, self.pass(unit)?, observe)?;
-        if unit.stage + 1 == self.part.layout().num_stages() {
-            return Ok(Some(output));
+        let unit = instruction.unit();
+        match instruction {
+            Instruction::Send(_, what) => self.send(unit, what).map(|()| None),
+            Instruction::Recv(_, what) => self.post(unit, what).map(|()| None),
+            _ => {
+                let input = self.take(unit, Message::Activation)?;
+                let pass = self.pass(unit)?;
+                let output = self.part.infer(unit.stage, input, pass, next, observe)?;
+                if unit.stage + 1 == self.part.layout().num_stages() {
+                    return Ok(Some(output));
+                }
+                self.give(unit, Message::Activation, output);
+                Ok(None)
+            }
         }
-        self.give(unit, Kind::Activation, output)?;
-        Ok(None)
     }
 
     /// Waits for what is under way; what the passes gave.
@@ -265,8 +249,10 @@ impl<'a> Units<'a> {
     }
 }
 
-fn of_backward(unit: Unit) -> SpanKind {
-    SpanKind::Backward {
-        micro_batch: unit.micro_batch,
+fn span(pass: PassKind, Unit { stage, micro_batch }: Unit) -> SpanKind {
+    SpanKind::Pass {
+        pass,
+        stage,
+        micro_batch,
     }
 }

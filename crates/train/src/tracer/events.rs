@@ -25,6 +25,8 @@ struct Event<'a> {
 struct Args<'a> {
     step: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
+    stage: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     micro_batch: Option<usize>,
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     op: Option<OpArgs<'a>>,
@@ -59,7 +61,13 @@ pub(super) fn events(spans: &[Span], mesh: &Mesh, clock: &Clock) -> Result<Strin
             SpanKind::Communication(_) => TRACKS * pid + free_track(&mut tracks, start, end),
             _ => pid,
         };
-        let (cat, name, micro_batch) = category(&span.kind);
+        let (cat, name) = category(&span.kind);
+        let (stage, micro_batch) = match span.kind {
+            SpanKind::Pass {
+                stage, micro_batch, ..
+            } => (Some(stage), Some(micro_batch)),
+            _ => (None, None),
+        };
         let event = Event {
             ph: "X",
             pid,
@@ -70,6 +78,7 @@ pub(super) fn events(spans: &[Span], mesh: &Mesh, clock: &Clock) -> Result<Strin
             dur: (end - start) as f64 / 1e3,
             args: Args {
                 step: span.step,
+                stage,
                 micro_batch,
                 op: op(&span.kind),
             },
@@ -113,20 +122,20 @@ fn free_track(tracks: &mut Vec<i64>, start: i64, end: i64) -> usize {
     }
 }
 
-/// Category, name and micro-batch.
-fn category(kind: &SpanKind) -> (&'static str, String, Option<usize>) {
-    let plain = |category: &'static str| (category, category.to_string(), None);
-    let pass = |category, index: usize| (category, format!("{category} {index}"), Some(index));
+/// Category and name.
+fn category(kind: &SpanKind) -> (&'static str, String) {
+    let plain = |category: &'static str| (category, category.to_string());
     match kind {
         SpanKind::Step => plain("step"),
         SpanKind::Data => plain("data"),
-        SpanKind::Forward { micro_batch } => pass("forward", *micro_batch),
-        SpanKind::Backward { micro_batch } => pass("backward", *micro_batch),
+        SpanKind::Pass {
+            pass, micro_batch, ..
+        } => (pass.name(), format!("{} {micro_batch}", pass.name())),
         SpanKind::Optimizer => plain("optimizer"),
         SpanKind::Evaluation => plain("evaluation"),
         SpanKind::Checkpoint => plain("checkpoint"),
-        SpanKind::Idle(op) => ("idle", format!("waiting for {}", op.operation), None),
-        SpanKind::Communication(op) => ("communication", op.operation.to_string(), None),
+        SpanKind::Idle(op) => ("idle", format!("waiting for {}", op.operation)),
+        SpanKind::Communication(op) => ("communication", op.operation.to_string()),
     }
 }
 

@@ -1,0 +1,124 @@
+//! Schedules as torch writes them (`torch.distributed.pipelining`): a row for each rank, a cell for each instruction.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Result, bail};
+
+use super::{Instruction, Plan, Unit};
+use crate::pipeline_layout::PipelineLayout;
+
+impl Plan {
+    /// The lists as torch writes them: `0F2` is the forward pass of micro-batch 2 in stage 0, `I` an input gradient, `W` a weight gradient, `B`
+    /// both at once.
+    pub fn to_csv(&self) -> String {
+        let row = |list: &Vec<Instruction>| {
+            let cells = list.iter().map(|instruction| {
+                let letter = match instruction {
+                    Instruction::Forward(_) => 'F',
+                    Instruction::InputGrad(_) => 'I',
+                    Instruction::WeightGrad(_) => 'W',
+                    _ => 'B',
+                };
+                let Unit { stage, micro_batch } = instruction.unit();
+                format!("{stage}{letter}{micro_batch}")
+            });
+            cells.collect::<Vec<_>>().join(",") + "\n"
+        };
+        self.ranks().iter().map(row).collect()
+    }
+
+    /// The schedule of such a text. Empty cells are times in which a rank waits, and `(0F4;7B3)OVERLAP_F_B` is one instruction after the
+    /// other. In texts of earlier versions, which have `W` and no `I`, `B` is the input gradient.
+    ///
+    /// # Errors
+    /// A cell that is none of these, with its row and column; stages of no rank or of several; and as for [`Self::of_lists`].
+    pub fn from_csv(text: &str) -> Result<Self> {
+        let rows = text.lines().enumerate();
+        let rows = rows.filter(|(_, line)| !line.trim().is_empty());
+        let lists = rows.map(|(row, line)| {
+            let cells = line.split(',').enumerate();
+            let cells = cells.filter(|(_, cell)| !cell.trim().is_empty());
+            let cells = cells.map(|(column, cell)| {
+                let read = parse_cell(cell.trim());
+                match read {
+                    Some(instructions) => Ok(instructions),
+                    None => bail!(
+                        "row {}, column {}: {:?} is no instruction; expected a stage, a letter of F, I, W and B, and a micro-batch, such as \
+                         0F2, or two of these, such as (0F4;7B3)OVERLAP_F_B",
+                        row + 1,
+                        column + 1,
+                        cell.trim()
+                    ),
+                }
+            });
+            Ok(cells.collect::<Result<Vec<_>>>()?.concat())
+        });
+        let mut lists = lists.collect::<Result<Vec<Vec<Instruction>>>>()?;
+        let has = |is: fn(&Instruction) -> bool| lists.iter().flatten().any(is);
+        if has(|it| matches!(it, Instruction::WeightGrad(_)))
+            && !has(|it| matches!(it, Instruction::InputGrad(_)))
+        {
+            for instruction in lists.iter_mut().flatten() {
+                if let Instruction::Backward(unit) = *instruction {
+                    *instruction = Instruction::InputGrad(unit);
+                }
+            }
+        }
+        let mut ranks = BTreeMap::new();
+        let mut num_micro_batches = 0;
+        for (rank, list) in lists.iter().enumerate() {
+            for instruction in list {
+                let Unit { stage, micro_batch } = instruction.unit();
+                let known = *ranks.entry(stage).or_insert(rank);
+                if known != rank {
+                    bail!(
+                        "row {} has the {instruction}, and row {} other work of this stage; expected each stage on one rank",
+                        rank + 1,
+                        known + 1
+                    );
+                }
+                num_micro_batches = num_micro_batches.max(micro_batch + 1);
+            }
+        }
+        if let Some(missing) = (0..ranks.len()).find(|stage| !ranks.contains_key(stage)) {
+            bail!(
+                "no row has work of stage {missing}; expected that of stages 0 to {}",
+                ranks.len()
+            );
+        }
+        let ranks: Vec<usize> = ranks.into_values().collect();
+        let layout = PipelineLayout::new(&vec![1; ranks.len()], &ranks)?;
+        Self::of_lists(&layout, num_micro_batches, lists)
+    }
+}
+
+/// What a cell stands for.
+fn parse_cell(cell: &str) -> Option<Vec<Instruction>> {
+    let pair = cell
+        .strip_prefix('(')
+        .and_then(|cell| cell.strip_suffix(")OVERLAP_F_B"));
+    match pair {
+        Some(pair) => pair.split(';').map(parse_instruction).collect(),
+        None => Some(vec![parse_instruction(cell)?]),
+    }
+}
+
+fn parse_instruction(cell: &str) -> Option<Instruction> {
+    let place = cell.find(|letter: char| !letter.is_ascii_digit())?;
+    let (stage, rest) = cell.split_at(place);
+    let mut rest = rest.chars();
+    let letter = rest.next()?;
+    // A number as large as a row is long would be no schedule; it must not be one of memory either.
+    let number = |digits: &str| digits.parse::<u32>().ok().filter(|&it| it < 1 << 20);
+    let unit = Unit {
+        stage: number(stage)? as usize,
+        micro_batch: number(rest.as_str())? as usize,
+    };
+    match letter {
+        'F' => Some(Instruction::Forward(unit)),
+        'I' => Some(Instruction::InputGrad(unit)),
+        'W' => Some(Instruction::WeightGrad(unit)),
+        'B' => Some(Instruction::Backward(unit)),
+        _ => None,
+    }
+}

@@ -1,0 +1,211 @@
+//! Pipeline schedules as lists of instructions: pure functions of the ranks' stages and the number of micro-batches, which are checked
+//! before anything runs, simulated, and carried out by [`Pipeline`](crate::Pipeline).
+
+mod csv;
+mod orders;
+mod plan;
+mod simulation;
+
+use std::fmt;
+
+use candle_core::{Result, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::pipeline_layout::PipelineLayout;
+
+pub use plan::Plan;
+pub(crate) use plan::{Link, links};
+pub use simulation::{Simulation, StageTimes, Timed, Times};
+
+/// A micro-batch in a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Unit {
+    /// Stage of the model, from 0.
+    pub stage: usize,
+    /// Micro-batch of the step, from 0.
+    pub micro_batch: usize,
+}
+
+/// What passes between stages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Message {
+    /// The output of a stage, for the next one.
+    Activation,
+    /// The gradient of a stage's input, for the one before.
+    Gradient,
+}
+
+/// One thing that a rank does. A schedule is the order of computing; messages follow from it: see [`Plan::with_messages`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Instruction {
+    /// The forward pass.
+    Forward(Unit),
+    /// The whole backward pass.
+    Backward(Unit),
+    /// Its input half: the gradient of the stage's input (B of Zero Bubble, arXiv:2401.10241).
+    InputGrad(Unit),
+    /// Its weight half (W).
+    WeightGrad(Unit),
+    /// Sends what the unit has given to the rank that needs it, without waiting.
+    Send(Unit, Message),
+    /// Posts the receive of what the unit needs, without waiting: the unit's own instruction does.
+    Recv(Unit, Message),
+}
+
+impl Instruction {
+    /// What it works on.
+    pub fn unit(self) -> Unit {
+        match self {
+            Self::Forward(unit)
+            | Self::Backward(unit)
+            | Self::InputGrad(unit)
+            | Self::WeightGrad(unit)
+            | Self::Send(unit, _)
+            | Self::Recv(unit, _) => unit,
+        }
+    }
+
+    /// What it needs of a stage beside its own.
+    pub(crate) fn input(self) -> Option<Message> {
+        match self {
+            Self::Forward(_) => Some(Message::Activation),
+            Self::Backward(_) | Self::InputGrad(_) => Some(Message::Gradient),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Instruction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match self {
+            Self::Forward(_) => "forward pass",
+            Self::Backward(_) => "backward pass",
+            Self::InputGrad(_) => "input gradient",
+            Self::WeightGrad(_) => "weight gradient",
+            Self::Send(_, Message::Activation) => "send of the output",
+            Self::Send(_, Message::Gradient) => "send of the gradient",
+            Self::Recv(_, Message::Activation) => "receive of the input",
+            Self::Recv(_, Message::Gradient) => "receive of the gradient",
+        };
+        let Unit { stage, micro_batch } = self.unit();
+        write!(f, "{what} of micro-batch {micro_batch} in stage {stage}")
+    }
+}
+
+/// The order in which ranks work on their micro-batches. Where a rank has several stages these take turns with groups of as many
+/// micro-batches as there are ranks, or few more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Schedule {
+    /// All forward passes, then all backward passes (arXiv:1811.06965): every micro-batch's activations are alive at once.
+    GPipe,
+    /// One forward, one backward (PipeDream-Flush, arXiv:2104.04473, section 2.2): rank r of p holds the activations of at
+    /// most min(p - r, m) of m micro-batches. With several stages on a rank interleaved 1F1B (the same, section 2.2).
+    OneForwardOneBackward,
+    /// ZB-H1 (arXiv:2401.10241): weight gradients wait until a rank would be idle, and no rank holds more than p micro-batches. With several
+    /// stages on a rank its interleaved form.
+    ZeroBubbleH1,
+    /// ZB-2p (the same, ZB-H2): more forward passes ahead, up to 2p - 1 micro-batches on a rank. Its last stages begin to work on a step
+    /// before the first ones have ended the one before only if that need not be awaited: here it must.
+    ZeroBubble2p,
+    /// ZBV (arXiv:2405.15362): two stages a rank, the second ones in the order of the ranks from the last one to the first.
+    ZeroBubbleV,
+    /// DualPipeV (the V form of DualPipe, arXiv:2412.19437): stages as those of [`Self::ZeroBubbleV`], 2p micro-batches or more.
+    DualPipeV,
+}
+
+impl Schedule {
+    /// All of them.
+    pub const ALL: [Self; 6] = [
+        Self::GPipe,
+        Self::OneForwardOneBackward,
+        Self::ZeroBubbleH1,
+        Self::ZeroBubble2p,
+        Self::ZeroBubbleV,
+        Self::DualPipeV,
+    ];
+
+    /// The name by which people and the command line know it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::GPipe => "gpipe",
+            Self::OneForwardOneBackward => "1f1b",
+            Self::ZeroBubbleH1 => "zb-h1",
+            Self::ZeroBubble2p => "zb-2p",
+            Self::ZeroBubbleV => "zbv",
+            Self::DualPipeV => "dualpipev",
+        }
+    }
+
+    /// Stages that a rank has unless told otherwise.
+    pub fn virtual_stages(self) -> usize {
+        match self {
+            Self::ZeroBubbleV | Self::DualPipeV => 2,
+            _ => 1,
+        }
+    }
+
+    /// Of each of `num_ranks` · `virtual_stages` stages the rank that has it: around the ranks, or to the last and back.
+    ///
+    /// # Errors
+    /// A number of stages a rank that the schedule does not take.
+    pub fn placement(self, num_ranks: usize, virtual_stages: usize) -> Result<Vec<usize>> {
+        let is_interleaved = matches!(self, Self::OneForwardOneBackward | Self::ZeroBubbleH1);
+        let least = self.virtual_stages();
+        if virtual_stages < least || (virtual_stages > least && !is_interleaved) {
+            let more = if is_interleaved { " or more" } else { "" };
+            bail!(
+                "{virtual_stages} stages on each rank with the schedule {}; expected {least}{more}\nhint: --virtual-stages {least}",
+                self.name()
+            );
+        }
+        let num_stages = num_ranks * virtual_stages;
+        let rank_of = |stage: usize| match self {
+            Self::ZeroBubbleV | Self::DualPipeV if stage >= num_ranks => num_stages - 1 - stage,
+            _ => stage % num_ranks.max(1),
+        };
+        Ok((0..num_stages).map(rank_of).collect())
+    }
+}
+
+/// A way to order the work of a rank: see [`Schedule`] for those that there are. A function of the layout, the rank of the pipeline
+/// group and the number of micro-batches is one, too.
+pub trait Instructions: Send + Sync {
+    /// What rank `rank` of the pipeline group computes, in this order. It is a function of these numbers alone: the ranks must fit each
+    /// other.
+    ///
+    /// # Errors
+    /// Stages or a number of micro-batches that this order is not made for.
+    fn of_rank(
+        &self,
+        layout: &PipelineLayout,
+        rank: usize,
+        num_micro_batches: usize,
+    ) -> Result<Vec<Instruction>>;
+}
+
+impl<F> Instructions for F
+where
+    F: Fn(&PipelineLayout, usize, usize) -> Vec<Instruction> + Send + Sync,
+{
+    fn of_rank(
+        &self,
+        layout: &PipelineLayout,
+        rank: usize,
+        num_micro_batches: usize,
+    ) -> Result<Vec<Instruction>> {
+        Ok(self(layout, rank, num_micro_batches))
+    }
+}
+
+impl Instructions for Schedule {
+    fn of_rank(
+        &self,
+        layout: &PipelineLayout,
+        rank: usize,
+        num_micro_batches: usize,
+    ) -> Result<Vec<Instruction>> {
+        orders::of_rank(*self, layout, rank, num_micro_batches)
+    }
+}

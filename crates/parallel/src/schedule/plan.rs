@@ -1,0 +1,396 @@
+//! The lists of all ranks together: whether they fit each other, and the messages that follow from them.
+
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+
+use candle_core::{Result, bail};
+
+use super::{Instruction, Instructions, Message, Unit};
+use crate::pipeline_layout::PipelineLayout;
+
+/// What each rank of a pipeline computes in a step, seen to be whole and to come to its end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    layout: PipelineLayout,
+    num_micro_batches: usize,
+    ranks: Vec<Vec<Instruction>>,
+}
+
+/// Where a message goes: the ranks of the pipeline that send and receive it, and what it is.
+pub(crate) type Link = (usize, usize, Message);
+
+impl Plan {
+    /// The lists that `schedule` gives for `num_micro_batches` on the ranks of `layout`.
+    ///
+    /// # Errors
+    /// What `schedule` returns, and as for [`Self::of_lists`].
+    pub fn new(
+        schedule: &dyn Instructions,
+        layout: &PipelineLayout,
+        num_micro_batches: usize,
+    ) -> Result<Self> {
+        let ranks = 0..layout.num_ranks();
+        let ranks = ranks.map(|rank| schedule.of_rank(layout, rank, num_micro_batches));
+        Self::of_lists(layout, num_micro_batches, ranks.collect::<Result<_>>()?)
+    }
+
+    /// What each rank computes, in the order of the ranks.
+    ///
+    /// # Errors
+    /// A unit of a rank without a forward pass and after it a backward pass, whole or in its two halves, or with more than that; units of other
+    /// ranks; ranks that need messages in another order than they are sent, or would wait for each other for ever.
+    pub fn of_lists(
+        layout: &PipelineLayout,
+        num_micro_batches: usize,
+        ranks: Vec<Vec<Instruction>>,
+    ) -> Result<Self> {
+        let plan = Self {
+            layout: layout.clone(),
+            num_micro_batches,
+            ranks,
+        };
+        if plan.ranks.len() != layout.num_ranks() {
+            bail!(
+                "a schedule with lists for {} ranks; expected {}, on which the stages lie",
+                plan.ranks.len(),
+                layout.num_ranks()
+            );
+        }
+        for rank in 0..plan.ranks.len() {
+            plan.check_rank(rank)?;
+        }
+        plan.check_order_of_messages()?;
+        plan.check_ends(1, |link| link)?;
+        Ok(plan)
+    }
+
+    /// Forward passes alone, of an evaluation or of a text that is generated: each stage's micro-batches one after the other.
+    pub(crate) fn forwards(layout: &PipelineLayout, num_micro_batches: usize) -> Self {
+        let of_rank = |rank| {
+            let stages = layout.stages_of(rank);
+            let units = stages.flat_map(|stage| {
+                (0..num_micro_batches).map(move |micro_batch| Unit { stage, micro_batch })
+            });
+            units.map(Instruction::Forward).collect()
+        };
+        Self {
+            layout: layout.clone(),
+            num_micro_batches,
+            ranks: (0..layout.num_ranks()).map(of_rank).collect(),
+        }
+    }
+
+    /// The stages, and which rank has which.
+    pub fn layout(&self) -> &PipelineLayout {
+        &self.layout
+    }
+
+    /// Micro-batches of the step.
+    pub fn num_micro_batches(&self) -> usize {
+        self.num_micro_batches
+    }
+
+    /// What each rank computes.
+    pub fn ranks(&self) -> &[Vec<Instruction>] {
+        &self.ranks
+    }
+
+    /// The most units whose activations a rank holds at once: from the forward pass to the end of the backward pass, in
+    /// micro-batches of one of its stages.
+    pub fn peak(&self, rank: usize) -> usize {
+        let (mut held, mut peak) = (0, 0);
+        for instruction in &self.ranks[rank] {
+            match instruction {
+                Instruction::Forward(_) => held += 1,
+                Instruction::Backward(_) | Instruction::WeightGrad(_) => held -= 1,
+                _ => {}
+            }
+            peak = peak.max(held);
+        }
+        peak
+    }
+
+    /// The rank that gives a unit its input, or the gradient of its output, if it is another one.
+    pub(crate) fn source(layout: &PipelineLayout, unit: Unit, what: Message) -> Option<usize> {
+        let stage = match what {
+            Message::Activation => unit.stage.checked_sub(1)?,
+            Message::Gradient => Some(unit.stage + 1).filter(|&next| next < layout.num_stages())?,
+        };
+        let rank = layout.rank_of(stage);
+        (rank != layout.rank_of(unit.stage)).then_some(rank)
+    }
+
+    /// The unit that needs what `unit` gives, if there is one.
+    pub(crate) fn receiver(layout: &PipelineLayout, unit: Unit, what: Message) -> Option<Unit> {
+        let stage = match what {
+            Message::Activation => {
+                Some(unit.stage + 1).filter(|&next| next < layout.num_stages())?
+            }
+            Message::Gradient => unit.stage.checked_sub(1)?,
+        };
+        Some(Unit { stage, ..unit })
+    }
+
+    /// What a rank does, with messages: what a unit gives to another rank is sent when it is there, and what it needs is asked for before, so
+    /// that up to `ahead` receives are posted beside that of the unit which is next. An input half and a weight half that follow each other are one
+    /// backward pass, unless another rank waits for what the first one gives.
+    pub fn with_messages(&self, rank: usize, ahead: usize) -> Vec<Instruction> {
+        let layout = &self.layout;
+        let list = self.joined(rank);
+        let recvs = list.iter().filter_map(|instruction| {
+            let what = instruction.input()?;
+            Self::source(layout, instruction.unit(), what)?;
+            Some(Instruction::Recv(instruction.unit(), what))
+        });
+        let mut recvs: VecDeque<Instruction> = recvs.collect();
+        let mut with_messages = Vec::with_capacity(2 * list.len());
+        // Receives that were posted and not yet waited for.
+        let mut num_posted = 0;
+        for instruction in list {
+            let unit = instruction.unit();
+            let needs = instruction.input();
+            let needs = needs.filter(|&what| Self::source(layout, unit, what).is_some());
+            let num_wanted = ahead + usize::from(needs.is_some());
+            while num_posted < num_wanted
+                && let Some(recv) = recvs.pop_front()
+            {
+                with_messages.push(recv);
+                num_posted += 1;
+            }
+            num_posted -= usize::from(needs.is_some());
+            with_messages.push(instruction);
+            // What a forward pass is given is what the forward pass after it is given: the same kind of message.
+            if let Some(what) = instruction.input()
+                && let Some(to) = Self::receiver(layout, unit, what)
+                && layout.rank_of(to.stage) != rank
+            {
+                with_messages.push(Instruction::Send(unit, what));
+            }
+        }
+        with_messages
+    }
+
+    /// A rank's list with halves that follow each other as one, unless another rank waits for what the first one gives.
+    fn joined(&self, rank: usize) -> Vec<Instruction> {
+        let layout = &self.layout;
+        let mut joined: Vec<Instruction> = Vec::with_capacity(self.ranks[rank].len());
+        for &instruction in &self.ranks[rank] {
+            let unit = instruction.unit();
+            let to = Self::receiver(layout, unit, Message::Gradient);
+            let is_awaited = to.is_some_and(|to| layout.rank_of(to.stage) != rank);
+            match (joined.last_mut(), instruction) {
+                (Some(last @ Instruction::InputGrad(_)), Instruction::WeightGrad(_))
+                    if last.unit() == unit && !is_awaited =>
+                {
+                    *last = Instruction::Backward(unit);
+                }
+                _ => joined.push(instruction),
+            }
+        }
+        joined
+    }
+
+    /// An error unless a rank's list is whole.
+    fn check_rank(&self, rank: usize) -> Result<()> {
+        let own: Vec<usize> = self.layout.stages_of(rank).collect();
+        let m = self.num_micro_batches;
+        let mut last: HashMap<Unit, Instruction> = HashMap::new();
+        for &instruction in &self.ranks[rank] {
+            let unit = instruction.unit();
+            let before = last.insert(unit, instruction);
+            if !own.contains(&unit.stage) {
+                bail!(
+                    "the schedule has the {instruction} on rank {rank} of the pipeline; expected units of its stages, {own:?}"
+                );
+            }
+            if unit.micro_batch >= m {
+                bail!(
+                    "the schedule has the {instruction} on rank {rank} of the pipeline; expected micro-batches below {m}"
+                );
+            }
+            let is_in_order = matches!(
+                (before, instruction),
+                (None, Instruction::Forward(_))
+                    | (
+                        Some(Instruction::Forward(_)),
+                        Instruction::Backward(_) | Instruction::InputGrad(_)
+                    )
+                    | (Some(Instruction::InputGrad(_)), Instruction::WeightGrad(_))
+            );
+            if !is_in_order {
+                let before = match before {
+                    Some(before) => format!("after the {before}"),
+                    None => "before its forward pass".to_string(),
+                };
+                bail!(
+                    "the schedule has the {instruction} on rank {rank} of the pipeline {before}; expected a forward pass and then a backward \
+                     pass of each unit, or its input gradient and then its weight gradient, each once"
+                );
+            }
+        }
+        for unit in own
+            .iter()
+            .flat_map(|&stage| (0..m).map(move |micro_batch| Unit { stage, micro_batch }))
+        {
+            let missing = match last.get(&unit) {
+                Some(Instruction::Backward(_) | Instruction::WeightGrad(_)) => continue,
+                Some(Instruction::InputGrad(_)) => Instruction::WeightGrad(unit),
+                Some(_) => Instruction::Backward(unit),
+                None => Instruction::Forward(unit),
+            };
+            bail!(
+                "the schedule does not have the {missing} on rank {rank} of the pipeline, where it belongs"
+            );
+        }
+        Ok(())
+    }
+
+    /// An error if between two ranks what is sent over a link is needed in another order.
+    fn check_order_of_messages(&self) -> Result<()> {
+        let layout = &self.layout;
+        for (from, to, what) in links(layout) {
+            let is_such = |instruction: &&Instruction| instruction.input() == Some(what);
+            let units = |rank: usize| {
+                let list = self.ranks[rank].iter();
+                list.filter(is_such).map(|instruction| instruction.unit())
+            };
+            let sent = units(from).filter_map(|unit| Self::receiver(layout, unit, what));
+            let sent = sent.filter(|unit| layout.rank_of(unit.stage) == to);
+            let needed = units(to).filter(|&unit| Self::source(layout, unit, what) == Some(from));
+            let mut pairs = sent.zip(needed);
+            if let Some((sent, needed)) = pairs.find(|(sent, needed)| sent != needed) {
+                let words = |unit: Unit| {
+                    format!("micro-batch {} in stage {}", unit.micro_batch, unit.stage)
+                };
+                bail!(
+                    "the schedule has rank {from} of the pipeline send to rank {to} in another order than this one needs it: {what:?} for \
+                     {} first, which {} needs its before",
+                    words(sent),
+                    words(needed)
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// An error if ranks would wait for each other for ever, where the channels between two ranks are FIFO queues in which a send waits until
+    /// its receive is posted, and whatever is behind it waits too, as in NCCL: with up to `ahead` receives posted ahead, over the
+    /// channels that `channel_of` says. Links of one name share a channel; each on its own is free of waiting, two in one are not
+    /// for every schedule.
+    ///
+    /// # Errors
+    /// The ranks that wait, and for what.
+    pub fn check_ends<C: Eq + std::hash::Hash>(
+        &self,
+        ahead: usize,
+        channel_of: impl Fn((usize, usize, Message)) -> C,
+    ) -> Result<()> {
+        let num_ranks = self.ranks.len();
+        let lists: Vec<_> = (0..num_ranks)
+            .map(|rank| self.with_messages(rank, ahead))
+            .collect();
+        let mut next = vec![0; num_ranks];
+        // What each end of a channel has to do, in the order in which it was asked to: a message by what needs it, and whether it is received.
+        let mut queues: HashMap<(usize, C), VecDeque<(Unit, Message, bool)>> = HashMap::new();
+        let mut here: HashSet<(Unit, Message)> = HashSet::new();
+        loop {
+            let mut has_moved = false;
+            for rank in 0..num_ranks {
+                while let Some(&instruction) = lists[rank].get(next[rank]) {
+                    let unit = instruction.unit();
+                    let (peer, what, is_recv) = match instruction {
+                        Instruction::Send(_, what) => {
+                            match Self::receiver(&self.layout, unit, what) {
+                                Some(to) => (to, what, false),
+                                None => bail!("there is nobody for what the {instruction} sends"),
+                            }
+                        }
+                        Instruction::Recv(_, what) => (unit, what, true),
+                        _ => {
+                            let needs = instruction.input().map(|what| (unit, what));
+                            if needs.is_some_and(|it| !self.is_end(it) && !here.contains(&it)) {
+                                break;
+                            }
+                            // What a stage gives to another one of its rank needs no channel.
+                            if let Some(what) = instruction.input()
+                                && let Some(to) = Self::receiver(&self.layout, unit, what)
+                                && self.layout.rank_of(to.stage) == rank
+                            {
+                                here.insert((to, what));
+                            }
+                            next[rank] += 1;
+                            has_moved = true;
+                            continue;
+                        }
+                    };
+                    let to_rank = self.layout.rank_of(peer.stage);
+                    let from_rank = Self::source(&self.layout, peer, what).unwrap_or(to_rank);
+                    let channel = channel_of((from_rank, to_rank, what));
+                    queues
+                        .entry((rank, channel))
+                        .or_default()
+                        .push_back((peer, what, is_recv));
+                    next[rank] += 1;
+                    has_moved = true;
+                }
+            }
+            for (from, to, what) in links(&self.layout) {
+                let ends = |rank| (rank, channel_of((from, to, what)));
+                loop {
+                    let sent = queues.get(&ends(from)).and_then(|queue| queue.front());
+                    let wanted = queues.get(&ends(to)).and_then(|queue| queue.front());
+                    let (Some(&(sent, of_sent, false)), Some(&(wanted, of_wanted, true))) =
+                        (sent, wanted)
+                    else {
+                        break;
+                    };
+                    if (sent, of_sent) != (wanted, of_wanted) {
+                        break;
+                    }
+                    for end in [from, to] {
+                        if let Some(queue) = queues.get_mut(&ends(end)) {
+                            queue.pop_front();
+                        }
+                    }
+                    here.insert((wanted, of_wanted));
+                    has_moved = true;
+                }
+            }
+            if !has_moved {
+                break;
+            }
+        }
+        let waiting = (0..num_ranks).filter_map(|rank| {
+            let instruction = lists[rank].get(next[rank])?;
+            Some(format!("rank {rank} before the {instruction}"))
+        });
+        let waiting: Vec<String> = waiting.collect();
+        if !waiting.is_empty() {
+            bail!(
+                "the schedule does not come to its end: ranks of the pipeline wait for each other, {}",
+                waiting.join(", ")
+            );
+        }
+        Ok(())
+    }
+
+    /// Whether a unit needs nothing of that kind, as it is at the model's beginning or end.
+    pub(super) fn is_end(&self, (unit, what): (Unit, Message)) -> bool {
+        match what {
+            Message::Activation => unit.stage == 0,
+            Message::Gradient => unit.stage + 1 == self.layout.num_stages(),
+        }
+    }
+}
+
+/// The ways on which messages go between ranks.
+pub(crate) fn links(layout: &PipelineLayout) -> BTreeSet<Link> {
+    let ranks = layout.ranks();
+    let ends = ranks.windows(2).filter(|ends| ends[0] != ends[1]);
+    let links = ends.flat_map(|ends| {
+        [
+            (ends[0], ends[1], Message::Activation),
+            (ends[1], ends[0], Message::Gradient),
+        ]
+    });
+    links.collect()
+}
