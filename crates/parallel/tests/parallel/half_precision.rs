@@ -11,6 +11,7 @@ use candle_parallel::{
 
 use crate::chain::{Chain, Values, gather, local_bits, one_target};
 use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, random, single_mesh};
+use crate::traffic::{gathered_blocks, padded_buckets};
 
 const STEPS: usize = 4;
 
@@ -211,15 +212,6 @@ fn masters(of_ranks: &[Vec<OptimizerState>]) -> BTreeMap<(&str, usize), u32> {
 }
 
 /// Values of this rank's buckets: one per block, each replica's part of it padded to 64.
-fn padded_values(part: &ModelPart, dp: usize) -> usize {
-    let mut by_block: BTreeMap<usize, usize> = BTreeMap::new();
-    for param in part.params().iter() {
-        *by_block.entry(param.blocks[0]).or_default() += param.num_values();
-    }
-    let lens = by_block.into_values();
-    lens.map(|len| len.next_multiple_of(64 * dp)).sum()
-}
-
 #[test]
 fn gradients_move_in_f32_and_weights_and_activations_in_bf16() {
     for zero in ZERO_STAGES {
@@ -239,24 +231,26 @@ fn gradients_move_in_f32_and_weights_and_activations_in_bf16() {
             optimizer.step(one_target(&mut gradients, &mesh), 0.1, Some(1.0))?;
             part.params().wait_for_updates()?;
             let counters = mesh.dp.counters();
-            let once = (padded_values(&part, dp) / dp * (dp - 1)) as u64;
+            let buckets = padded_buckets(&part, dp, 1);
+            let num_values = buckets.iter().map(|(_, len)| len).sum::<usize>();
+            let sent = |num_values: usize| (num_values / dp * (dp - 1)) as u64;
+            let once = sent(num_values);
             // Of two micro-batches.
-            let (all_reduces, reduce_scatters, all_gathers) = match zero {
+            let gathered = gathered_blocks(&part, mesh.pp.rank(), 2)
+                .into_iter()
+                .map(|block| {
+                    let of_block = buckets.iter().find(|bucket| bucket.0 == block);
+                    sent(of_block.unwrap().1)
+                });
+            let (all_reduces, reduce_scatters, gathered) = match zero {
                 ZeroStage::Zero => (2, 0, 0),
-                ZeroStage::One => (0, 1, 1),
-                ZeroStage::Two => (0, 2, 1),
-                ZeroStage::Three => (0, 2, 4),
+                ZeroStage::One => (0, 1, once),
+                ZeroStage::Two => (0, 2, once),
+                ZeroStage::Three => (0, 2, gathered.sum()),
             };
             assert_eq!(counters.bytes("all_reduce"), all_reduces * 4 * once);
             assert_eq!(counters.bytes("reduce_scatter"), reduce_scatters * 4 * once);
-            // The head's weights are needed in the backward half alone.
-            let of_head = match zero == ZeroStage::Three && part.is_last() {
-                true => chain.vocab * crate::chain::HIDDEN,
-                false => 0,
-            };
-            let of_head = (of_head.next_multiple_of(64 * dp) / dp * (dp - 1)) as u64;
-            let gathered = all_gathers * 2 * once - 2 * 2 * of_head;
-            assert_eq!(counters.bytes("all_gather"), gathered);
+            assert_eq!(counters.bytes("all_gather"), 2 * gathered);
             Ok(())
         });
     }
