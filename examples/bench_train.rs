@@ -53,14 +53,14 @@ use candle_parallel::checkpoint::CheckpointSaver;
 use candle_parallel::{LossScaling, MemoryReport, ParamStore};
 use candle_train::{
     BatchConfig, Batches, Checkpoints, DataPosition, LrSchedule, SampleConfig, Samples, StepTimes,
-    Tokens, TrainConfig, Trainer, TrainingRecord, explain_out_of_memory,
+    Tokens, TrainConfig, Trainer, TrainingRecord,
 };
 use candle_train_cli::{
     Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_as_rank,
     fingerprint_of_program, keep_freed_memory, parse_with_defaults, peak_allocated_bytes,
 };
 use candle_train_examples::{page_faults, peak_rss_bytes, product_floor_secs};
-use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
+use candle_train_models::{ModelConfig, flops_per_token};
 use clap::Parser;
 
 /// Time training steps of a Llama with random weights on random tokens; prints one JSON line.
@@ -187,9 +187,10 @@ fn run(args: &Args, flags: &Flags) -> Result<()> {
     args.layout.data_parallel().validate(degrees.dp)?;
     args.loss_scale.config(args.layout.dtype)?;
     let mut ranks = args.ranks.config(degrees)?;
-    CausalLm::check_degrees(&config, &degrees)?;
     let batch_config = batch_config(args)?;
     batch_config.validate(args.seq_len, degrees.dp)?;
+    args.layout
+        .check_model(&config, &batch_config, args.seq_len)?;
     if args.threads > MAX_THREADS {
         bail!(
             "--threads is {}; expected at most {MAX_THREADS}",
@@ -277,9 +278,7 @@ fn bench(
         .freeze
         .apply(store.with_data_parallel(args.layout.data_parallel()));
     let vb = store.builder(dtype, mesh.world.device());
-    let part = CausalLm::part(config, &mesh, &vb)
-        .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
-    let part = part.with_recompute(|_| args.layout.recompute.into());
+    let part = args.layout.part(config, &mesh, &vb, args.seq_len)?;
     args.freeze.check(part.params())?;
     let num_parameters = part.params().num_global_values();
     let num_trainable_parameters = part.params().num_trainable_values();
@@ -409,7 +408,8 @@ fn train_config(num_steps: usize, layout: &LayoutArgs, loss_scaling: LossScaling
     TrainConfig {
         loss_scaling,
         offload: layout.offload.clone().unwrap_or_default(),
-        schedule: layout.schedule.into(),
+        schedule: layout.pipeline.order.schedule.into(),
+        pipeline_prefetch: layout.pipeline.pipeline_prefetch,
         ..TrainConfig::new(LrSchedule::constant(1e-4, num_steps))
     }
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result, bail};
 use candle_parallel::{
-    Block, ModelPart, ParamBuilder, ParamStore, Recompute, head_block, layer_block, stage_blocks,
-    vocab_parallel_embedding,
+    Block, ModelPart, ParamBuilder, ParamStore, PipelineLayout, Recompute, head_block, layer_block,
+    stage_blocks, vocab_parallel_embedding,
 };
 
 use crate::config::ModelConfig;
@@ -20,7 +20,8 @@ use crate::scaled_embedding::ScaledEmbedding;
 pub struct CausalLm;
 
 impl CausalLm {
-    /// This rank's part of the model: its pipeline stages' blocks, with its tensor-parallel part of their parameters.
+    /// This rank's part of the model: the blocks of its pipeline stage, with its tensor-parallel part of their parameters. Stages have equal
+    /// numbers of layers.
     ///
     /// Degrees that do not fit the model are errors with the numbers, before any weight is read.
     ///
@@ -28,11 +29,33 @@ impl CausalLm {
     /// Degrees that do not fit the model, with the numbers; weights that the checkpoint lacks or has in another shape.
     pub fn part(config: &ModelConfig, mesh: &Mesh, vb: &ParamBuilder) -> Result<ModelPart> {
         config.validate()?;
-        Self::check_degrees(config, &mesh.degrees)?;
+        let layout = PipelineLayout::even(config.num_hidden_layers + 2, mesh.degrees.pp)?;
+        Self::part_in_stages(config, mesh, vb, layout)
+    }
+
+    /// As [`Self::part`], with stages as `layout` has them: see [`block_costs`](crate::block_costs) for one that is balanced.
+    ///
+    /// # Errors
+    /// As for [`Self::part`]; a layout of another number of ranks or blocks.
+    pub fn part_in_stages(
+        config: &ModelConfig,
+        mesh: &Mesh,
+        vb: &ParamBuilder,
+        layout: PipelineLayout,
+    ) -> Result<ModelPart> {
+        config.validate()?;
+        Self::check_tp(config, mesh.degrees.tp)?;
+        let num_blocks = config.num_hidden_layers + 2;
+        if layout.num_blocks() != num_blocks {
+            bail!(
+                "stages of {} layers; the model has {}",
+                layout.num_layers().iter().sum::<usize>(),
+                config.num_hidden_layers
+            );
+        }
         allow_more(config, vb.store());
         let rotary = Arc::new(RotaryTable::new(config, vb.device()));
-        let num_blocks = config.num_hidden_layers + 2;
-        ModelPart::build(mesh, vb, num_blocks, config.hidden_size, |index, vb| {
+        ModelPart::build_stages(mesh, vb, layout, config.hidden_size, |index, vb| {
             Self::block(config, index, &rotary, &mesh.tp, vb)
         })
     }
@@ -84,18 +107,7 @@ impl CausalLm {
         }
     }
 
-    /// Bytes that the tape of `part` keeps for each token of a micro-batch, by the formula of `docs/design.md`.
-    pub fn tape_bytes_per_token(
-        config: &ModelConfig,
-        part: &ModelPart,
-        tp: usize,
-        recompute: Recompute,
-    ) -> usize {
-        let blocks = part.block_indices().skip(part.num_frozen_blocks());
-        Self::tape_bytes_of_blocks(config, blocks, part.dtype(), tp, recompute)
-    }
-
-    /// As [`Self::tape_bytes_per_token`] of these blocks, none of them frozen, of a model that computes in `dtype` on `tp` ranks.
+    /// Bytes that the tape of these blocks keeps for each token of a micro-batch, by the formula of `docs/design.md`, none of them frozen, of a model that computes in `dtype` on `tp` ranks.
     pub fn tape_bytes_of_blocks(
         config: &ModelConfig,
         blocks: impl Iterator<Item = usize>,
@@ -128,16 +140,19 @@ impl CausalLm {
     /// Degrees that do not fit, with the numbers.
     pub fn check_degrees(config: &ModelConfig, degrees: &Degrees) -> Result<()> {
         stage_blocks(config.num_hidden_layers + 2, 0, degrees.pp.max(1))?;
+        Self::check_tp(config, degrees.tp)
+    }
+
+    fn check_tp(config: &ModelConfig, tp: usize) -> Result<()> {
         let widths = [
             ("num_attention_heads", config.num_attention_heads),
             ("intermediate_size", config.intermediate_size),
             ("vocab_size", config.vocab_size),
         ];
         for (name, width) in widths {
-            if degrees.tp > width {
+            if tp > width {
                 bail!(
-                    "tp({}) > {name}({width}): each tensor-parallel rank needs at least one\nhint: use tp <= {width}",
-                    degrees.tp
+                    "tp({tp}) > {name}({width}): each tensor-parallel rank needs at least one\nhint: use tp <= {width}"
                 );
             }
         }

@@ -35,7 +35,7 @@ pub use gemma::GEMMA;
 pub use llama::LLAMA;
 pub use lm_head::LmHead;
 pub use mistral::MISTRAL;
-pub use model_flops::flops_per_token;
+pub use model_flops::{block_costs, flops_per_token};
 pub use qwen2::QWEN2;
 pub use qwen3::QWEN3;
 pub use rope_kind::RopeKind;

@@ -1,7 +1,7 @@
 //! The floating-point operations that training needs, to compare with what a GPU could do.
 
 use crate::ModelConfig;
-use candle_parallel::Parameters;
+use candle_parallel::{BlockCosts, Parameters};
 
 /// Operations per token of a step over sequences of `seq_len` tokens, as model FLOPs are counted (arXiv:2204.02311, appendix B):
 /// 6 for each weight of a matrix product, 2 forward, 2 for the gradient of its input and 2 for its own, and
@@ -27,4 +27,23 @@ pub fn flops_per_token(config: &ModelConfig, params: &Parameters, seq_len: usize
         (6 * width) as f64 * (seq_len as f64 - (beyond * beyond) as f64 / seq_len as f64)
     });
     weights + attention.sum::<f64>()
+}
+
+/// Time of the head for each of its operations, against a decoder layer's. Measured as the passes of stages that have one of them alone.
+const HEAD_COST: f64 = 1.0;
+/// Time of the embedding for each value that it copies or adds, against an operation of a decoder layer.
+const EMBEDDING_COST: f64 = 1.0;
+
+/// What a token costs in the blocks of a model that is trained on sequences of `seq_len` tokens, in the operations of a decoder layer: the same on
+/// every rank and in every run, so that ranks agree on the stages.
+pub fn block_costs(config: &ModelConfig, seq_len: usize) -> BlockCosts {
+    let hidden = config.hidden_size;
+    let width = config.num_attention_heads * config.head_dim;
+    let kv_width = config.num_key_value_heads * config.head_dim;
+    let weights = hidden * (2 * width + 2 * kv_width + 3 * config.intermediate_size);
+    BlockCosts {
+        first: EMBEDDING_COST * (6 * hidden) as f64,
+        layer: (6 * weights + 6 * width * seq_len) as f64,
+        last: HEAD_COST * (6 * hidden * config.vocab_size) as f64,
+    }
 }

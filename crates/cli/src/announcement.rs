@@ -1,8 +1,8 @@
 //! What a run says of itself before its first step.
 
-use candle_comm::{Degrees, Mesh, RankEnv, RunConfig};
+use candle_comm::{Mesh, RankEnv, RunConfig};
 use candle_core::Result;
-use candle_parallel::Schedule;
+use candle_parallel::{Plan, Schedule};
 use candle_train::{TrainConfig, Trainer, counted, peaks_in_words, warning_of_memory};
 use candle_train_models::CausalLm;
 
@@ -75,7 +75,7 @@ impl TrainingRun<'_> {
     /// Says what is trained and what memory it takes. Every rank must call it, and the first one says it.
     pub(crate) fn announce(&self, trainer: &Trainer, mesh: &Mesh) -> Result<()> {
         let params = trainer.part().params();
-        let expected = params.expected_memory(self.expected_activations(trainer, mesh));
+        let expected = params.expected_memory(self.expected_activations(trainer, mesh)?);
         let expected = trainer.memory_of_largest_rank(expected)?;
         if mesh.world.rank() != 0 {
             return Ok(());
@@ -124,27 +124,26 @@ impl TrainingRun<'_> {
         Ok(())
     }
 
-    /// Bytes that the tapes of all micro-batches hold which the schedule has in flight on this rank.
-    fn expected_activations(&self, trainer: &Trainer, mesh: &Mesh) -> usize {
+    /// Bytes that the tapes of all micro-batches hold which the schedule has in flight on this rank, until their weight gradients are computed.
+    fn expected_activations(&self, trainer: &Trainer, mesh: &Mesh) -> Result<usize> {
         let (batches, layout) = (&self.training.batches, &self.training.layout);
-        let Degrees { pp, dp, .. } = layout.degrees();
-        let per_rank = match self.training.strategy.num_servers() {
-            0 => batches.global_batch_size.div_ceil(dp),
+        if self.training.strategy.num_servers() > 0 {
             // Servers compute nothing.
-            _ => 0,
-        };
+            return Ok(0);
+        }
+        let per_rank = batches.global_batch_size.div_ceil(layout.degrees().dp);
         let num_micro_batches = per_rank.div_ceil(batches.micro_batch_size);
-        let in_flight = match Schedule::from(layout.schedule) {
-            Schedule::OneForwardOneBackward => pp - mesh.pp.rank(),
-            _ => num_micro_batches,
-        };
+        let part = trainer.part();
+        let schedule = Schedule::from(layout.pipeline.order.schedule);
+        let plan = Plan::new(&schedule, part.layout(), num_micro_batches)?;
         let num_tokens = batches.micro_batch_size * batches.sequences.seq_len;
-        let of_token = CausalLm::tape_bytes_per_token(
-            &self.config,
-            trainer.part(),
-            mesh.tp.world_size(),
-            layout.recompute.into(),
-        );
-        in_flight.min(num_micro_batches) * num_tokens * of_token
+        let of_stage = |stage| {
+            let blocks = part.layout().blocks(stage);
+            let blocks = blocks.filter(|&block| block >= part.num_frozen_blocks());
+            let (dtype, tp) = (part.dtype(), mesh.tp.world_size());
+            let recompute = layout.recompute.into();
+            num_tokens * CausalLm::tape_bytes_of_blocks(&self.config, blocks, dtype, tp, recompute)
+        };
+        Ok(plan.peak_of(mesh.pp.rank(), of_stage))
     }
 }

@@ -8,12 +8,24 @@ use clap::ValueEnum;
 /// `--schedule`
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum ScheduleChoice {
-    /// One forward, one backward: stage s of p holds at most p - s micro-batches
+    /// One forward, one backward: rank r of p holds at most p - r micro-batches
     #[value(name = "1f1b")]
     OneForwardOneBackward,
     /// All forward passes, then all backward passes
     #[value(name = "gpipe")]
     GPipe,
+    /// Gradients of weights wait until a rank would be idle; each rank holds up to p micro-batches
+    #[value(name = "zb-h1")]
+    ZeroBubbleH1,
+    /// More forward passes ahead: up to 2p - 1 micro-batches
+    #[value(name = "zb-2p")]
+    ZeroBubble2p,
+    /// Two stages a rank, there and back over the ranks; up to p micro-batches
+    #[value(name = "zbv")]
+    ZeroBubbleV,
+    /// Stages as those of zbv, both ways at once; 2p micro-batches or more
+    #[value(name = "dualpipev")]
+    DualPipeV,
 }
 
 impl From<ScheduleChoice> for Schedule {
@@ -21,6 +33,10 @@ impl From<ScheduleChoice> for Schedule {
         match choice {
             ScheduleChoice::OneForwardOneBackward => Schedule::OneForwardOneBackward,
             ScheduleChoice::GPipe => Schedule::GPipe,
+            ScheduleChoice::ZeroBubbleH1 => Schedule::ZeroBubbleH1,
+            ScheduleChoice::ZeroBubble2p => Schedule::ZeroBubble2p,
+            ScheduleChoice::ZeroBubbleV => Schedule::ZeroBubbleV,
+            ScheduleChoice::DualPipeV => Schedule::DualPipeV,
         }
     }
 }

@@ -39,6 +39,7 @@ mod number;
 mod output;
 mod parameter_server;
 mod picture;
+mod pipeline_args;
 mod plot;
 mod pretrain;
 mod preview;
@@ -51,6 +52,7 @@ mod run_record;
 mod samples;
 mod save_args;
 mod saving;
+mod schedule;
 mod sequence_args;
 mod short_help;
 mod spellings;
@@ -71,6 +73,7 @@ pub use flags::{Flags, parse};
 pub use freeze::FreezeArgs;
 pub use loss_scale::LossScaleArgs;
 pub use output::{exit_as_rank, exit_with};
+pub use pipeline_args::{PipelineArgs, ScheduleArgs, StageLayers};
 pub use pretrain::Pretrain;
 pub use program::{
     FlagDefault, TrainingCommand, candle_train, command, parse_with_defaults, run_with_defaults,

@@ -22,6 +22,7 @@ use crate::output::{exit_as_rank, exit_with};
 use crate::plot::PlotArgs;
 use crate::pretrain::Pretrain;
 use crate::preview::Preview;
+use crate::schedule::ScheduleCommand;
 use crate::short_help::with_short_help;
 use crate::timeline::TimelineArgs;
 
@@ -38,6 +39,7 @@ enum CandleTrain {
     Launch(Box<LaunchArgs>),
     Plot(PlotArgs),
     Timeline(TimelineArgs),
+    Schedule(ScheduleCommand),
     Inspect(Inspect),
     Export(Export),
     /// Print who this process is in its run, to try a launcher: `mpirun -n 2 candle-train env`
@@ -118,6 +120,7 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Launch(args) => launch(&(*args).into()),
         CandleTrain::Plot(args) => exit_with(args.run()),
         CandleTrain::Timeline(args) => exit_with(args.run()),
+        CandleTrain::Schedule(args) => exit_with(args.run()),
         CandleTrain::Inspect(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Export(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Env => print_env(),

@@ -5,13 +5,17 @@ mod segments;
 mod style;
 mod trace_file;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_core::Result;
+use candle_parallel::{Instruction, Plan, Simulation};
 
 use crate::picture::Drawing;
+use crate::pipeline_args::comma_list;
+use crate::schedule::micro_batches;
 use chart::Chart;
-use trace_file::TraceFile;
+use style::Category;
+use trace_file::{Event, Rank, TraceFile};
 
 /// Draw what every rank did in a step, and for which share of its time
 #[derive(Debug, clap::Args)]
@@ -35,6 +39,48 @@ impl TimelineArgs {
     pub fn run(&self) -> Result<()> {
         let trace = TraceFile::read(&self.trace)?;
         let step = trace.step(self.step)?;
-        Chart::new(&trace, step).write(&self.output)
+        Chart::of_step(&trace, step).write(&self.output)
     }
+}
+
+/// Draws a schedule as steps of traces are drawn.
+///
+/// # Errors
+/// A picture of another kind, or that cannot be written.
+pub(crate) fn draw_schedule(
+    plan: &Plan,
+    simulation: &Simulation,
+    name: &str,
+    output: &Path,
+) -> Result<()> {
+    let end = simulation.makespan;
+    let ranks = simulation.ranks.iter().enumerate().map(|(rank, timed)| {
+        let stages: Vec<usize> = plan.layout().stages_of(rank).collect();
+        let idle = Event {
+            start: 0.0,
+            end,
+            category: Category::Idle,
+            unit: None,
+        };
+        let passes = timed.iter().map(|timed| Event {
+            start: timed.start,
+            end: timed.end,
+            category: match timed.instruction {
+                Instruction::Forward(_) => Category::Forward,
+                Instruction::InputGrad(_) => Category::InputGrad,
+                Instruction::WeightGrad(_) => Category::WeightGrad,
+                _ => Category::Backward,
+            },
+            unit: Some(timed.instruction.unit()),
+        });
+        Rank {
+            name: format!("rank {rank} (stages {})", comma_list(&stages)),
+            computing: [idle].into_iter().chain(passes).collect(),
+            ..Rank::default()
+        }
+    });
+    let ranks: Vec<Rank> = ranks.collect();
+    let title = format!("Schedule {name}");
+    let source = micro_batches(plan);
+    Chart::of_schedule(&ranks, end, title, source).write(output)
 }

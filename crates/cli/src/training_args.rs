@@ -4,27 +4,28 @@ use std::ops::Bound::{Excluded, Unbounded};
 
 use std::path::{Path, PathBuf, absolute};
 
-use candle_comm::{Degrees, RankEnv, RunConfig};
+use candle_comm::{Degrees, Mesh, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_parallel::checkpoint::HfSave;
-use candle_parallel::{AdamWConfig, DataParallel, Offload, ReduceType, ZeroStage};
+use candle_parallel::{
+    AdamWConfig, DataParallel, ModelPart, Offload, ParamBuilder, ReduceType, ZeroStage,
+};
 use candle_train::{
     BatchConfig, Batches, LossHistory, LossRange, LrDecay, LrSchedule, Samples, TrainConfig,
-    counted,
+    counted, explain_out_of_memory,
 };
 use candle_train_models::{CausalLm, ModelConfig};
 use clap::Args;
 use clap::builder::ArgPredicate;
 
 use crate::checkpoint_args::CheckpointArgs;
-use crate::choices::{
-    DTypeChoice, LrScheduleChoice, Quantization, RecomputeChoice, ReduceChoice, ScheduleChoice,
-};
+use crate::choices::{DTypeChoice, LrScheduleChoice, Quantization, RecomputeChoice, ReduceChoice};
 use crate::eval_args::EvalArgs;
 use crate::freeze::FreezeArgs;
 use crate::log_args::LogArgs;
 use crate::loss_scale::LossScaleArgs;
 use crate::number::{real, whole};
+use crate::pipeline_args::PipelineArgs;
 use crate::rank_args::RankArgs;
 use crate::save_args::SaveArgs;
 use crate::sequence_args::SequenceArgs;
@@ -67,8 +68,8 @@ pub struct LayoutArgs {
     /// Tensor-parallel degree: ranks that share each layer
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     pub tp: usize,
-    /// Pipeline-parallel degree: stages of consecutive layers
-    #[arg(long, default_value_t = 1, value_name = "STAGES", value_parser = whole::<usize>(1..))]
+    /// Pipeline-parallel degree: ranks that have the layers one after the other, in one or several stages each
+    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     pub pp: usize,
     /// Data-parallel degree: replicas that share each global batch [default: what the ranks leave after --tp and --pp]
     ///
@@ -97,9 +98,9 @@ pub struct LayoutArgs {
     /// Communicate between replicas only while nothing is computed; slower, and the same bits
     #[arg(long)]
     pub no_overlap: bool,
-    /// Order of the micro-batches in the pipeline
-    #[arg(long, default_value = "1f1b")]
-    pub schedule: ScheduleChoice,
+    /// The stages of a pipeline and their order.
+    #[command(flatten)]
+    pub pipeline: PipelineArgs,
     /// What to compute again in the backward pass instead of keeping it: less memory, the same bits
     #[arg(long, default_value = "none")]
     pub recompute: RecomputeChoice,
@@ -236,6 +237,43 @@ impl LayoutArgs {
         }
     }
 
+    /// An error if the model cannot be divided over the ranks, or a step over its micro-batches.
+    ///
+    /// # Errors
+    /// See above, with the numbers.
+    pub fn check_model(
+        &self,
+        config: &ModelConfig,
+        batches: &BatchConfig,
+        seq_len: usize,
+    ) -> Result<()> {
+        let degrees = self.degrees();
+        CausalLm::check_degrees(config, &Degrees { pp: 1, ..degrees })?;
+        let per_replica = batches.global_batch_size.div_ceil(degrees.dp);
+        let num_micro_batches = per_replica.div_ceil(batches.micro_batch_size);
+        let plan = self
+            .pipeline
+            .plan(degrees.pp, config, seq_len, num_micro_batches);
+        plan.map(drop)
+    }
+
+    /// A rank's part of a model that is trained on sequences of `seq_len` tokens.
+    ///
+    /// # Errors
+    /// As for [`Self::check_model`], and weights that do not fit the model or the memory.
+    pub fn part(
+        &self,
+        config: &ModelConfig,
+        mesh: &Mesh,
+        vb: &ParamBuilder,
+        seq_len: usize,
+    ) -> Result<ModelPart> {
+        let layout = self.pipeline.layout(mesh.degrees.pp, config, seq_len)?;
+        let part = CausalLm::part_in_stages(config, mesh, vb, layout)
+            .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
+        Ok(part.with_recompute(|_| self.recompute.into()))
+    }
+
     /// How many replicas so many ranks make.
     pub(crate) fn replicas_of(&self, num_ranks: usize) -> usize {
         (num_ranks / self.pp.saturating_mul(self.tp)).max(1)
@@ -370,7 +408,11 @@ impl TrainingArgs {
 
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.
     pub(crate) fn check_model(&self, config: &ModelConfig) -> Result<()> {
-        CausalLm::check_degrees(config, &self.layout.degrees())?;
+        self.layout.check_model(
+            config,
+            &self.batches.config(),
+            self.batches.sequences.seq_len,
+        )?;
         let (seq_len, max) = (self.batches.sequences.seq_len, config.max_seq_len());
         if seq_len > max {
             bail!(
@@ -443,7 +485,8 @@ impl TrainingArgs {
             max_grad_norm: Some(args.max_grad_norm).filter(|norm| *norm > 0.0),
             loss_scaling: args.loss_scale.config(layout.dtype)?,
             offload: layout.offload.clone().unwrap_or_default(),
-            schedule: layout.schedule.into(),
+            schedule: layout.pipeline.order.schedule.into(),
+            pipeline_prefetch: layout.pipeline.pipeline_prefetch,
         };
         config.validate()?;
         Ok(config)

@@ -12,7 +12,7 @@ use candle_parallel::checkpoint::{HfSave, with_config_dtype};
 use candle_parallel::{ModelPart, ParamStore, agree};
 use candle_train::{
     Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, ParameterServer,
-    Tokenizer, TrainConfig, Trainer, TrainingRecord, explain_out_of_memory,
+    Tokenizer, TrainConfig, Trainer, TrainingRecord,
 };
 use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 
@@ -431,11 +431,11 @@ impl TrainingRun<'_> {
         });
         let store = store.with_data_parallel(training.data_parallel());
         let vb = store.builder(training.layout.dtype.into(), mesh.world.device());
-        let part = CausalLm::part(&self.config, mesh, &vb)
-            .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
+        let seq_len = training.batches.sequences.seq_len;
+        let part = training.layout.part(&self.config, mesh, &vb, seq_len)?;
         drop(loading);
         training.optimizer.freeze.check(part.params())?;
-        Ok(part.with_recompute(|_| training.layout.recompute.into()))
+        Ok(part)
     }
 
     /// The model's arithmetic, and that of all devices if this rank's is known.

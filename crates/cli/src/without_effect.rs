@@ -22,6 +22,8 @@ impl TrainingArgs {
     /// default.
     pub(crate) fn without_effect(&self, flags: &Flags, run: &RunConfig) -> Option<String> {
         let Degrees { pp, dp, .. } = self.layout.degrees();
+        let placement = self.layout.pipeline.order.placement(pp);
+        let num_stages = placement.map_or(0, |ranks| ranks.len());
         let is_alone = dp == 1 && self.strategy.num_servers() == 0;
         let on_cpus = run.devices.iter().all(Device::is_cpu);
         let is_offloaded = self.layout.offload == Some(Offload::Host);
@@ -37,7 +39,8 @@ impl TrainingArgs {
                 ..rule("--zero", is_alone, "one replica")
             },
             rule("--no-overlap", is_alone, "one replica"),
-            rule("--schedule", pp == 1, "one stage"),
+            rule("--schedule", num_stages == 1, "one stage"),
+            rule("--pipeline-prefetch", pp == 1, "one stage"),
             rule("--rank-timeout", run.env.world_size() == 1, "no processes"),
             rule("--deterministic", on_cpus, "a CPU"),
             Rule {

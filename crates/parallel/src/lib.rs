@@ -129,7 +129,7 @@ pub use pipeline::{
     Block, EvalSums, ModelPart, Pipeline, PlainBlock, PlainHead, Recompute, head_block,
     layer_block, pack, plain_block, plain_head, unpack,
 };
-pub use pipeline_layout::{PipelineLayout, stage_blocks};
+pub use pipeline_layout::{BlockCosts, PipelineLayout, stage_blocks};
 pub use placement::{Gradient, Placement, Shard, part};
 pub use schedule::{
     Instruction, Instructions, Message, Plan, Schedule, Simulation, StageTimes, Timed, Times, Unit,

@@ -13,6 +13,17 @@ use crate::placement::part;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PipelineLayout(Arc<[StagePlace]>);
 
+/// What a micro-batch costs in a model's blocks, in any unit of time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BlockCosts {
+    /// The first block, such as an embedding.
+    pub first: f64,
+    /// Each of those between.
+    pub layer: f64,
+    /// The last block, the head with its loss.
+    pub last: f64,
+}
+
 /// A stage of the pipeline.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct StagePlace {
@@ -61,6 +72,63 @@ impl PipelineLayout {
         Ok(Self(stages.collect()))
     }
 
+    /// Stages with so many layers each, which rank `ranks[s]` has; the first block goes with the first stage, and the last one with the last.
+    ///
+    /// # Errors
+    /// As for [`Self::new`]; stages but the first and the last one without layers.
+    pub fn of_layers(num_layers: &[usize], ranks: &[usize]) -> Result<Self> {
+        let mut num_blocks = num_layers.to_vec();
+        if let Some(first) = num_blocks.first_mut() {
+            *first += 1;
+        }
+        if let Some(last) = num_blocks.last_mut() {
+            *last += 1;
+        }
+        Self::new(&num_blocks, ranks)
+    }
+
+    /// Stages that rank `ranks[s]` has, of `num_layers` layers between the first and the last block, one or more in each, such that the
+    /// rank with the most to do has the least that it can have.
+    ///
+    /// # Errors
+    /// As for [`Self::new`]; more stages than layers.
+    pub fn balanced(num_layers: usize, ranks: &[usize], costs: &BlockCosts) -> Result<Self> {
+        let num_stages = ranks.len();
+        if num_stages <= 1 {
+            return Self::of_layers(&[num_layers], ranks);
+        }
+        check_num_layers(num_layers, ranks)?;
+        let mut layers = vec![1; num_stages];
+        let of_stage = |layers: &[usize], stage: usize| {
+            let ends = [(0, costs.first), (num_stages - 1, costs.last)];
+            let ends = ends.into_iter().filter(|(end, _)| *end == stage);
+            layers[stage] as f64 * costs.layer + ends.map(|(_, cost)| cost).sum::<f64>()
+        };
+        for _ in num_stages..num_layers {
+            let of_rank = |stage: usize| {
+                let own = (0..num_stages).filter(|&other| ranks[other] == ranks[stage]);
+                own.map(|stage| of_stage(&layers, stage)).sum::<f64>()
+            };
+            // The rank with the least to do, and of its stages that with the least; of equals the first.
+            let next = (0..num_stages).min_by(|&a, &b| {
+                let stages = || of_stage(&layers, a).total_cmp(&of_stage(&layers, b));
+                of_rank(a).total_cmp(&of_rank(b)).then_with(stages)
+            });
+            layers[next.unwrap_or(0)] += 1;
+        }
+        Self::of_layers(&layers, ranks)
+    }
+
+    /// The layers of each stage: its blocks but the model's first and last one.
+    pub fn num_layers(&self) -> Vec<usize> {
+        let last = self.num_blocks().saturating_sub(1);
+        let of_stage = |stage: &StagePlace| {
+            let layers = stage.blocks.clone();
+            layers.filter(|&block| 0 < block && block < last).count()
+        };
+        self.0.iter().map(of_stage).collect()
+    }
+
     /// How many stages there are.
     pub fn num_stages(&self) -> usize {
         self.0.len()
@@ -104,6 +172,26 @@ impl PipelineLayout {
     }
 }
 
+/// An error if there are fewer layers than stages, which lie on these ranks.
+fn check_num_layers(num_layers: usize, ranks: &[usize]) -> Result<()> {
+    let num_stages = ranks.len();
+    if num_layers >= num_stages {
+        return Ok(());
+    }
+    let pp = ranks.iter().collect::<BTreeSet<_>>().len();
+    let most = (num_layers / (num_stages / pp.max(1)).max(1)).max(1);
+    if pp == num_stages {
+        bail!(
+            "pp({pp}) > number of layers({num_layers}): each pipeline stage needs at least one layer\nhint: use pp <= {most}"
+        );
+    }
+    bail!(
+        "pp({pp}) x virtual stages({}) = {num_stages} > number of layers({num_layers}): each pipeline stage needs at least one layer\nhint: use \
+         pp <= {most}, or fewer virtual stages",
+        num_stages / pp
+    )
+}
+
 /// The blocks of stage `stage` when the first and the last of `num_blocks` blocks go with the first and the last stage
 /// and those between are divided evenly.
 ///
@@ -120,13 +208,7 @@ pub fn stage_blocks(num_blocks: usize, stage: usize, num_stages: usize) -> Resul
         );
     }
     let between = num_blocks - 2;
-    if between < num_stages {
-        bail!(
-            "pp({num_stages}) > number of layers({between}): each pipeline stage needs at least one layer\nhint: use \
-             pp <= {}",
-            between.max(1)
-        );
-    }
+    check_num_layers(between, &(0..num_stages).collect::<Vec<_>>())?;
     let middle = part(between, stage, num_stages);
     let start = if stage == 0 { 0 } else { 1 + middle.start };
     let end = if stage + 1 == num_stages {

@@ -24,6 +24,8 @@ pub struct TrainConfig {
     pub offload: Offload,
     /// Order of the micro-batches in the pipeline.
     pub schedule: Schedule,
+    /// Receives that a pipeline rank posts ahead: see [`Pipeline::with_prefetch`](candle_parallel::Pipeline::with_prefetch).
+    pub pipeline_prefetch: usize,
 }
 
 impl TrainConfig {
@@ -36,6 +38,7 @@ impl TrainConfig {
             loss_scaling: LossScaling::default(),
             offload: Offload::None,
             schedule: Schedule::OneForwardOneBackward,
+            pipeline_prefetch: 1,
         }
     }
 

@@ -9,7 +9,8 @@ use candle_core::{DType, Error, Result, bail};
 use candle_ops::Stopwatch;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint, check_free_space};
 use candle_parallel::{
-    AdamW, DistributedOptimizer, Gradients, MemoryReport, ModelPart, Parameters, Pass, Pipeline,
+    AdamW, DistributedOptimizer, Gradients, Instruction, Instructions, MemoryReport, ModelPart,
+    Parameters, Pass, Pipeline, PipelineLayout, Schedule,
 };
 
 use crate::checkpoints::{Checkpoints, RunState};
@@ -81,6 +82,27 @@ impl GradientSource {
             Self::Passes(_) => false,
             Self::Workers(workers) => workers.0.is_within_steps(),
         }
+    }
+}
+
+/// A schedule for steps of which some may have few micro-batches, such as the last one of an epoch.
+struct OfEachStep(Schedule);
+
+impl Instructions for OfEachStep {
+    fn of_rank(
+        &self,
+        layout: &PipelineLayout,
+        rank: usize,
+        num_micro_batches: usize,
+    ) -> Result<Vec<Instruction>> {
+        let schedule = match self.0 {
+            // It needs two micro-batches for each rank. ZBV has its stages where it has them, takes any number, and gives the same bits.
+            Schedule::DualPipeV if num_micro_batches < 2 * layout.num_ranks() => {
+                Schedule::ZeroBubbleV
+            }
+            schedule => schedule,
+        };
+        schedule.of_rank(layout, rank, num_micro_batches)
     }
 }
 
@@ -171,7 +193,8 @@ impl Trainer {
         );
         Ok(Self {
             debug: StepDebug::of(mesh),
-            pipeline: Pipeline::new(config.schedule, mesh),
+            pipeline: Pipeline::new(OfEachStep(config.schedule), mesh)
+                .with_prefetch(config.pipeline_prefetch),
             source,
             optimizer,
             world: mesh.world.clone(),

@@ -140,6 +140,7 @@ impl Run {
             loss_scaling: self.loss_scaling,
             offload: Offload::None,
             schedule: layout.schedule,
+            pipeline_prefetch: 1,
         }
     }
 }

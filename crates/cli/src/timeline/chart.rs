@@ -23,11 +23,15 @@ const COLUMN: i32 = 80;
 const HEIGHT: i32 = 1000;
 const TEXT: i32 = 15;
 
-/// A step of a trace.
+/// A step, of a trace or simulated.
 pub(super) struct Chart<'a> {
-    trace: &'a TraceFile,
-    step: usize,
-    /// When it begins and ends, in milliseconds.
+    ranks: &'a [Rank],
+    /// What is drawn, and from where it is.
+    title: String,
+    source: String,
+    /// That of times.
+    unit: &'static str,
+    /// When it begins and ends.
     window: (f64, f64),
     shares: Vec<Shares>,
     /// What has a column of shares.
@@ -73,28 +77,53 @@ fn percent(share: f64) -> String {
 }
 
 impl<'a> Chart<'a> {
-    /// The step `step`, which every rank has.
-    pub fn new(trace: &'a TraceFile, step: usize) -> Self {
-        let window = trace.window(step);
-        let ranks = trace.ranks.iter();
-        let shares: Vec<_> = ranks.map(|rank| Shares::new(rank, window)).collect();
+    /// The step `step` of a trace, which every rank has.
+    pub fn of_step(trace: &'a TraceFile, step: usize) -> Self {
+        let (start, end) = trace.window(step);
+        let mut chart = Self::new(&trace.ranks, (start, end), Category::is_common);
+        chart.title = format!("Step {step}: {} ms", number(end - start, 3));
+        chart.source = trace.name.clone();
+        chart.unit = "ms";
+        let others = [Column::Rest, Column::InFlight, Column::Hidden];
+        chart.columns.extend(others);
+        chart
+    }
+
+    /// What `ranks` would do from 0 to `end`, in no unit of time.
+    pub fn of_schedule(ranks: &'a [Rank], end: f64, title: String, source: String) -> Self {
+        Self {
+            title,
+            source,
+            ..Self::new(ranks, (0.0, end), |category| category == Category::Idle)
+        }
+    }
+
+    /// Shares of categories that take time, and of those which are always shown.
+    fn new(
+        ranks: &'a [Rank],
+        window: (f64, f64),
+        is_always_shown: impl Fn(Category) -> bool,
+    ) -> Self {
+        let shares = ranks.iter().map(|rank| Shares::new(rank, window));
+        let shares: Vec<_> = shares.collect();
         let mean = Shares::mean(&shares);
         let is_shown =
-            |index: &usize| Category::ALL[*index].is_common() || mean.of[*index] >= 0.0005;
+            |index: &usize| is_always_shown(Category::ALL[*index]) || mean.of[*index] >= 0.0005;
         let columns = (0..Category::ALL.len()).filter(is_shown).map(Column::Of);
-        let others = [Column::Rest, Column::InFlight, Column::Hidden];
         Self {
-            trace,
-            step,
+            ranks,
+            title: String::new(),
+            source: String::new(),
+            unit: "",
             window,
             shares,
-            columns: columns.chain(others).collect(),
-            row_height: (HEIGHT / trace.ranks.len().max(1) as i32).clamp(4, 60),
+            columns: columns.collect(),
+            row_height: (HEIGHT / ranks.len().max(1) as i32).clamp(4, 60),
         }
     }
 
     fn num_ranks(&self) -> i32 {
-        self.trace.ranks.len() as i32
+        self.ranks.len() as i32
     }
 
     /// Every how many ranks there is room for text.
@@ -112,15 +141,13 @@ impl<'a> Chart<'a> {
     }
 
     fn draw_head<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Drawn<B> {
-        let (start, end) = self.window;
-        let title = format!("Step {}: {} ms", self.step, number(end - start, 3));
         let style = text(24, &BLACK, (HPos::Left, VPos::Center));
-        area.draw(&Text::new(title, (20, 34), style))?;
+        area.draw(&Text::new(self.title.as_str(), (20, 34), style))?;
         let ranks = match self.num_ranks() {
             1 => "1 rank".to_string(),
             count => format!("{count} ranks"),
         };
-        let from = format!("{ranks}, {}", self.trace.name);
+        let from = format!("{ranks}, {}", self.source);
         let style = text(TEXT, &GREY, (HPos::Left, VPos::Center));
         area.draw(&Text::new(from, (20, 64), style))?;
         let mean = Shares::mean(&self.shares);
@@ -164,7 +191,7 @@ impl<'a> Chart<'a> {
             index += 1;
         }
         let style = text(TEXT, &GREY, (HPos::Right, VPos::Top));
-        area.draw(&Text::new("ms", (LEFT - 14, bottom + 12), style))
+        area.draw(&Text::new(self.unit, (LEFT - 14, bottom + 12), style))
     }
 
     fn draw_row<B: DrawingBackend>(
@@ -286,7 +313,7 @@ impl Drawing for Chart<'_> {
     fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Drawn<B> {
         self.draw_head(area)?;
         self.draw_axis(area)?;
-        let mut rows = self.trace.ranks.iter().enumerate();
+        let mut rows = self.ranks.iter().enumerate();
         rows.try_for_each(|(index, rank)| self.draw_row(area, index, rank))
     }
 }

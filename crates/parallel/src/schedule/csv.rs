@@ -4,24 +4,33 @@ use std::collections::BTreeMap;
 
 use candle_core::{Result, bail};
 
-use super::{Instruction, Plan, Unit};
+use super::{Instruction, Message, Plan, Unit};
 use crate::pipeline_layout::PipelineLayout;
 
+impl Instruction {
+    /// As torch writes it: `0F2` is the forward pass of micro-batch 2 in stage 0, `I` an input gradient, `W` a weight gradient, `B` both at
+    /// once; a message is that of its unit.
+    pub fn cell(self) -> String {
+        let letter = match self {
+            Self::Forward(_) => "F",
+            Self::Backward(_) => "B",
+            Self::InputGrad(_) => "I",
+            Self::WeightGrad(_) => "W",
+            Self::Send(_, Message::Activation) => "SEND_F",
+            Self::Send(_, Message::Gradient) => "SEND_B",
+            Self::Recv(_, Message::Activation) => "RECV_F",
+            Self::Recv(_, Message::Gradient) => "RECV_B",
+        };
+        let Unit { stage, micro_batch } = self.unit();
+        format!("{stage}{letter}{micro_batch}")
+    }
+}
+
 impl Plan {
-    /// The lists as torch writes them: `0F2` is the forward pass of micro-batch 2 in stage 0, `I` an input gradient, `W` a weight gradient, `B`
-    /// both at once.
+    /// The lists as torch writes them, a row for each rank: see [`Instruction::cell`].
     pub fn to_csv(&self) -> String {
         let row = |list: &Vec<Instruction>| {
-            let cells = list.iter().map(|instruction| {
-                let letter = match instruction {
-                    Instruction::Forward(_) => 'F',
-                    Instruction::InputGrad(_) => 'I',
-                    Instruction::WeightGrad(_) => 'W',
-                    _ => 'B',
-                };
-                let Unit { stage, micro_batch } = instruction.unit();
-                format!("{stage}{letter}{micro_batch}")
-            });
+            let cells = list.iter().map(|instruction| instruction.cell());
             cells.collect::<Vec<_>>().join(",") + "\n"
         };
         self.ranks().iter().map(row).collect()

@@ -154,9 +154,13 @@ impl Schedule {
         let is_interleaved = matches!(self, Self::OneForwardOneBackward | Self::ZeroBubbleH1);
         let least = self.virtual_stages();
         if virtual_stages < least || (virtual_stages > least && !is_interleaved) {
-            let more = if is_interleaved { " or more" } else { "" };
+            let stages = match (least, is_interleaved) {
+                (1, false) => "1 stage",
+                (1, true) => "1 stage or more",
+                _ => "2 stages",
+            };
             bail!(
-                "{virtual_stages} stages on each rank with the schedule {}; expected {least}{more}\nhint: --virtual-stages {least}",
+                "the schedule {} has {stages} on each rank, got {virtual_stages}\nhint: --virtual-stages {least}",
                 self.name()
             );
         }

@@ -97,11 +97,17 @@ impl Plan {
     /// The most units whose activations a rank holds at once: from the forward pass to the end of the backward pass, in
     /// micro-batches of one of its stages.
     pub fn peak(&self, rank: usize) -> usize {
+        self.peak_of(rank, |_| 1)
+    }
+
+    /// The most that a rank holds at once of what each of its stages holds for a micro-batch.
+    pub fn peak_of(&self, rank: usize, of_stage: impl Fn(usize) -> usize) -> usize {
         let (mut held, mut peak) = (0, 0);
         for instruction in &self.ranks[rank] {
+            let of_stage = of_stage(instruction.unit().stage);
             match instruction {
-                Instruction::Forward(_) => held += 1,
-                Instruction::Backward(_) | Instruction::WeightGrad(_) => held -= 1,
+                Instruction::Forward(_) => held += of_stage,
+                Instruction::Backward(_) | Instruction::WeightGrad(_) => held -= of_stage,
                 _ => {}
             }
             peak = peak.max(held);

@@ -583,15 +583,23 @@ fn a_csv_that_is_no_schedule_is_an_error_with_its_place() {
 #[test]
 fn numbers_that_a_schedule_is_not_made_for_are_errors_with_the_next_that_it_is() {
     for (schedule, v, expected) in [
-        (Schedule::GPipe, 2, "expected 1\nhint: --virtual-stages 1"),
-        (Schedule::ZeroBubble2p, 3, "expected 1\n"),
+        (
+            Schedule::GPipe,
+            2,
+            "has 1 stage on each rank, got 2\nhint: --virtual-stages 1",
+        ),
+        (Schedule::ZeroBubble2p, 3, "has 1 stage on each rank, got 3"),
         (
             Schedule::ZeroBubbleV,
             1,
-            "expected 2\nhint: --virtual-stages 2",
+            "has 2 stages on each rank, got 1\nhint: --virtual-stages 2",
         ),
-        (Schedule::DualPipeV, 4, "expected 2\n"),
-        (Schedule::OneForwardOneBackward, 0, "expected 1 or more\n"),
+        (Schedule::DualPipeV, 4, "has 2 stages on each rank, got 4"),
+        (
+            Schedule::OneForwardOneBackward,
+            0,
+            "has 1 stage or more on each rank, got 0",
+        ),
     ] {
         let said = message(schedule.placement(4, v));
         assert!(said.contains(expected), "{said}");

@@ -1,0 +1,162 @@
+//! `candle-train schedule`: what a pipeline's ranks do in a step, and how long they wait, without a model.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use candle_core::{Error, Result};
+use candle_parallel::{PipelineLayout, Plan, Schedule, Simulation, StageTimes, Times};
+use candle_train::counted;
+
+use crate::number::whole;
+use crate::output::print_line;
+use crate::pipeline_args::{ScheduleArgs, comma_list};
+use crate::timeline::draw_schedule;
+
+/// Print or draw what the ranks of a pipeline do in a step, and how long they wait; or check a schedule of one's own
+#[derive(Debug, clap::Args)]
+pub(crate) struct ScheduleCommand {
+    /// Ranks of the pipeline
+    #[arg(long, default_value_t = 4, value_name = "RANKS", value_parser = whole::<usize>(1..))]
+    pp: usize,
+    #[command(flatten)]
+    order: ScheduleArgs,
+    /// Micro-batches of the step
+    #[arg(long, default_value_t = 8, value_name = "MICRO_BATCHES", value_parser = whole::<usize>(1..))]
+    micro_batches: usize,
+    /// What a micro-batch takes on a rank, all of its stages together, in any unit: the forward pass, the gradient of the input, and that of
+    /// the weights
+    #[arg(long, default_value = "1,1,1", value_name = "F,B,W")]
+    times: PassTimes,
+    /// Print the schedule as torch writes it: a row for each rank, with cells such as 0F2, 0I2, 0W2 and 0B2
+    #[arg(long)]
+    csv: bool,
+    /// Read such a file instead, and say what is wrong with it; ranks, stages and micro-batches are its own
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["pp", "schedule", "virtual_stages", "micro_batches"])]
+    check: Option<PathBuf>,
+    /// Draw it: a picture that ends with .png or .svg
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+/// The value of `--times`.
+#[derive(Clone, Copy, Debug)]
+struct PassTimes(StageTimes);
+
+impl FromStr for PassTimes {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let numbers = text.split(',').map(|number| number.trim().parse::<f64>());
+        let numbers: Vec<f64> = numbers.filter_map(std::result::Result::ok).collect();
+        let are_times = numbers.iter().all(|time| time.is_finite() && *time >= 0.0);
+        match numbers[..] {
+            [forward, input_grad, weight_grad]
+                if are_times
+                    && text.split(',').count() == 3
+                    && numbers.iter().sum::<f64>() > 0.0 =>
+            {
+                Ok(Self(StageTimes {
+                    forward,
+                    input_grad,
+                    weight_grad,
+                }))
+            }
+            _ => Err("expected three times of 0 or more, not all 0, such as 1,1.2,0.8".to_string()),
+        }
+    }
+}
+
+impl ScheduleCommand {
+    /// Prints, and draws, what it was asked for.
+    ///
+    /// # Errors
+    /// Numbers that the schedule is not made for, a file that cannot be read or is no schedule, a picture that cannot be drawn.
+    pub fn run(&self) -> Result<()> {
+        let (plan, name) = self.plan()?;
+        let times = Times::even(self.times.0, plan.layout());
+        let simulation = plan.simulate(&times)?;
+        if let Some(output) = &self.output {
+            draw_schedule(&plan, &simulation, &name, output)?;
+        }
+        match self.csv {
+            true => print_line(plan.to_csv().trim_end()),
+            false => print_line(self.table(&plan, &simulation, &name).trim_end()),
+        }
+        Ok(())
+    }
+
+    fn plan(&self) -> Result<(Plan, String)> {
+        if let Some(file) = &self.check {
+            let name = file.display().to_string();
+            let text = std::fs::read_to_string(file)
+                .map_err(|err| Error::msg(format!("cannot read the schedule {name}: {err}")))?;
+            let plan = Plan::from_csv(&text).map_err(|err| err.context(name.clone()))?;
+            return Ok((plan, name));
+        }
+        let schedule = Schedule::from(self.order.schedule);
+        let ranks = self.order.placement(self.pp)?;
+        let layout = PipelineLayout::new(&vec![1; ranks.len()], &ranks)?;
+        let plan = Plan::new(&schedule, &layout, self.micro_batches)?;
+        Ok((plan, schedule.name().to_string()))
+    }
+
+    fn table(&self, plan: &Plan, simulation: &Simulation, name: &str) -> String {
+        let StageTimes {
+            forward,
+            input_grad,
+            weight_grad,
+        } = self.times.0;
+        let layout = plan.layout();
+        let num_ranks = layout.num_ranks();
+        let mut text = format!(
+            "{name}: {}, {}, {}; a micro-batch takes {forward} forward, {input_grad} for its input's gradient, {weight_grad} for its \
+             weights'\n\n",
+            counted(num_ranks, "rank"),
+            counted(layout.num_stages(), "stage"),
+            micro_batches(plan),
+        );
+        for (rank, list) in plan.ranks().iter().enumerate() {
+            let cells: Vec<String> = list.iter().map(|it| it.cell()).collect();
+            let _ = writeln!(text, "rank {rank}  {}", cells.join(" "));
+        }
+        let _ = writeln!(text, "\nrank  stages      idle   most micro-batches held");
+        for rank in 0..num_ranks {
+            let stages: Vec<usize> = layout.stages_of(rank).collect();
+            let peak = plan.peak(rank) as f64 / stages.len() as f64;
+            let _ = writeln!(
+                text,
+                "{rank:<4}  {:<9} {:>5.1}%   {}",
+                comma_list(&stages),
+                100.0 * simulation.idle_share(rank),
+                rounded(peak)
+            );
+        }
+        let busiest = (0..num_ranks).map(|rank| simulation.busy(rank));
+        let busiest = busiest.fold(0.0, f64::max);
+        let bubble = simulation.makespan - busiest;
+        let _ = writeln!(
+            text,
+            "\na step takes {}, of which the busiest rank works {} and waits {}: a bubble of {:.1}%",
+            rounded(simulation.makespan),
+            rounded(busiest),
+            rounded(bubble),
+            100.0 * bubble / simulation.makespan
+        );
+        text
+    }
+}
+
+/// Such as `8 micro-batches`.
+pub(crate) fn micro_batches(plan: &Plan) -> String {
+    match plan.num_micro_batches() {
+        1 => "1 micro-batch".to_string(),
+        count => format!("{count} micro-batches"),
+    }
+}
+
+/// With three digits after the point at most.
+fn rounded(value: f64) -> String {
+    let text = format!("{value:.3}");
+    text.trim_end_matches('0').trim_end_matches('.').to_string()
+}
