@@ -51,5 +51,7 @@ mod recompute;
 mod reference;
 #[path = "end_to_end/saving.rs"]
 mod saving;
+#[path = "end_to_end/schedules.rs"]
+mod schedules;
 #[path = "end_to_end/what_fits.rs"]
 mod what_fits;

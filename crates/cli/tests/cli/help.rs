@@ -37,7 +37,7 @@ fn assert_says(help: &BTreeMap<String, String>, flag: &str, parts: &[&str]) {
 
 const TRAINING: &[(&str, &[&str])] = &[
     ("--tp", &["[default: 1]", "RANKS"]),
-    ("--pp", &["[default: 1]", "STAGES"]),
+    ("--pp", &["[default: 1]", "RANKS"]),
     ("--dp", &["[default: what", "REPLICAS"]),
     (
         "--zero",
@@ -54,7 +54,24 @@ const TRAINING: &[(&str, &[&str])] = &[
         "--recompute",
         &["[default: none]", "none", "selective", "full"],
     ),
-    ("--schedule", &["[default: 1f1b]", "1f1b", "gpipe"]),
+    (
+        "--schedule",
+        &[
+            "[default: 1f1b]",
+            "1f1b",
+            "gpipe",
+            "zb-h1",
+            "zb-2p",
+            "zbv",
+            "dualpipev",
+        ],
+    ),
+    (
+        "--virtual-stages",
+        &["[default: 1, of zbv and dualpipev 2]", "interleaved"],
+    ),
+    ("--pipeline-layout", &["[default: auto]", "7,8,8,7"]),
+    ("--pipeline-prefetch", &["[default: 1]", "RECEIVES"]),
     (
         "--backend",
         &[
