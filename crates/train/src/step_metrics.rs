@@ -53,6 +53,9 @@ pub struct StepMetrics {
     /// That over what the devices can do: model FLOPs utilisation, from 0 to 1, where their peak is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
+    /// Of each rank of the first replica's pipeline, in their order; empty without a pipeline.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pipeline: Vec<PipelineRank>,
     /// How far workers were ahead of each other, with an asynchronous parameter server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub staleness: Option<Staleness>,
@@ -65,6 +68,17 @@ pub struct StepMetrics {
     pub reported: BTreeMap<String, f64>,
     /// Bytes that this rank holds after the step, and the most since the run began.
     pub memory: MemoryReport,
+}
+
+/// What a rank of a pipeline does in the passes of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct PipelineRank {
+    /// The share of the time from the first pass of all ranks to the last in which it computes nothing; `None` on GPUs, whose time the host
+    /// does not know, unless [`Trainer::with_device_times`](crate::Trainer::with_device_times) asks for it.
+    pub idle_share: Option<f64>,
+    /// The most bytes of activations since the run began: see [`MemoryCategory::Activations`](candle_parallel::MemoryCategory::Activations).
+    pub peak_activations_bytes: u64,
 }
 
 impl StepMetrics {

@@ -42,6 +42,7 @@ pub enum TrainEvent<'a> {
 pub struct Trainer {
     config: TrainConfig,
     world: ProcessGroup,
+    pp: ProcessGroup,
     part: ModelPart,
     pipeline: Pipeline,
     source: GradientSource,
@@ -198,6 +199,7 @@ impl Trainer {
             source,
             optimizer,
             world: mesh.world.clone(),
+            pp: mesh.pp.clone(),
             config,
             part,
             step: 0,

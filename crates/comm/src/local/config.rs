@@ -31,6 +31,8 @@ pub struct LocalConfig {
     /// With a seed: every rank sleeps 0 to 2 ms before each operation, so that tests meet many interleavings.
     /// Default: none.
     pub delays: Option<u64>,
+    /// How long a message between two ranks is on its way, as over a network; who sends does not wait for it. Default: no time.
+    pub latency: Duration,
     /// Threads on which a rank computes, with those of its own rayon pool counted in. Default: the cores (or
     /// RAYON_NUM_THREADS) divided evenly over the ranks, at least one each.
     pub threads_per_rank: Option<usize>,
@@ -113,6 +115,7 @@ impl Default for LocalConfig {
             deadline: Duration::from_secs(600),
             abort_after: ABORT_AFTER,
             delays: None,
+            latency: Duration::ZERO,
             threads_per_rank: None,
         }
     }

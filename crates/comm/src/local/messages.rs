@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::panic::Location;
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use candle_core::{DType, Result, Shape, Tensor};
 
@@ -18,6 +19,8 @@ use crate::{Error, Message, Pending, Request};
 /// A sent tensor: a copy on the receiver's device that nobody else can write to.
 pub(super) struct Sent {
     tensor: GivenAway,
+    /// When it is there.
+    arrival: Instant,
     site: &'static Location<'static>,
 }
 
@@ -86,7 +89,15 @@ impl LocalCommunicator {
         let to_send = |(dst, xs): (usize, &Tensor)| {
             let copy = copy(xs, self.world.device(self.members[dst]))?;
             let (tensor, site) = (GivenAway::new(copy), request.call.site);
-            Ok((dst, Sent { tensor, site }))
+            let arrival = Instant::now() + self.world.latency();
+            Ok((
+                dst,
+                Sent {
+                    tensor,
+                    arrival,
+                    site,
+                },
+            ))
         };
         let sent = destinations.zip(request.tensors).map(to_send);
         let sent = sent.collect::<Result<Vec<_>>>()?;
@@ -155,7 +166,12 @@ impl BatchInFlight {
 impl Work for BatchInFlight {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         let (world, rank) = (&self.comm.world, self.comm.world_rank());
-        Ok(world.wait(rank, &self.call, |_| self.poll())?)
+        let received = world.wait(rank, &self.call, |_| self.poll())?;
+        let sent = self.recvs.iter().filter_map(|recv| recv.letterbox.get());
+        if let Some(last) = sent.map(|sent| sent.arrival).max() {
+            std::thread::sleep(last.saturating_duration_since(Instant::now()));
+        }
+        Ok(received)
     }
 
     fn abandon(self: Box<Self>) {}

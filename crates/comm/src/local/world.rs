@@ -25,6 +25,7 @@ pub(crate) struct World {
     deadline: Duration,
     pub(super) abort_after: Duration,
     delays: Option<u64>,
+    latency: Duration,
     devices: Vec<Device>,
     /// Beside that of all ranks.
     num_groups: AtomicI64,
@@ -151,6 +152,7 @@ impl World {
             deadline: config.deadline,
             abort_after: config.abort_after,
             delays: config.delays,
+            latency: config.latency,
             devices,
             num_groups: AtomicI64::new(0),
             state: Mutex::new(state),
@@ -307,6 +309,11 @@ impl World {
             });
         }
         Ok(())
+    }
+
+    /// How long messages are on their way.
+    pub(super) fn latency(&self) -> Duration {
+        self.latency
     }
 
     /// Sleeps for 0 to 2 ms if delays are injected. The same seed gives each rank the same delays.

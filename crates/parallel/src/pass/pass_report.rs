@@ -23,6 +23,8 @@ pub struct PassReport {
     pub forward_secs: f64,
     /// The same for backward passes.
     pub backward_secs: f64,
+    /// Time from the first pass of the step to the last one, waiting for other ranks included.
+    pub passes_secs: f64,
 }
 
 /// Measures time without that spent waiting for other ranks.

@@ -4,8 +4,10 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_comm::{P2p, Pending, ProcessGroup};
-use candle_core::{DType, Result, Shape, Tensor, bail};
+use candle_core::{DType, Error, Result, Shape, Tensor, bail};
+use candle_ops::GpuState;
 
+use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
 use crate::pipeline_layout::PipelineLayout;
 use crate::schedule::{Link, Message, links};
 
@@ -15,6 +17,8 @@ pub(super) struct Channels {
     rank: usize,
     groups: HashMap<Link, ProcessGroup>,
     layout: PipelineLayout,
+    /// What they take of a GPU's memory.
+    _memory: MemoryGuard,
     /// Whether passes use them; if they have failed, what they have sent may be there still.
     is_in_use: AtomicBool,
 }
@@ -31,7 +35,7 @@ impl Channels {
     ///
     /// # Errors
     /// A layout of another number of ranks than `pp` has, and failures of ranks.
-    pub fn new(pp: &ProcessGroup, layout: &PipelineLayout) -> Result<Self> {
+    pub fn new(pp: &ProcessGroup, layout: &PipelineLayout, meter: &MemoryMeter) -> Result<Self> {
         if layout.num_ranks() != pp.world_size() {
             bail!(
                 "the stages lie on {} ranks and the pipeline group has {}",
@@ -40,6 +44,8 @@ impl Channels {
             );
         }
         let links = links(layout);
+        let used = || Ok::<_, Error>(GpuState::of(pp.device())?.map_or(0, |gpu| gpu.used));
+        let used_before = used()?;
         let mut groups = HashMap::new();
         for link in links {
             let (src, dst, _) = link;
@@ -50,9 +56,11 @@ impl Channels {
                 groups.insert(link, group.counted_with(pp));
             }
         }
+        let num_bytes = used()?.saturating_sub(used_before) as usize;
         Ok(Self {
             rank: pp.rank(),
             groups,
+            _memory: meter.hold(MemoryCategory::Buffers, num_bytes),
             layout: layout.clone(),
             is_in_use: AtomicBool::new(false),
         })

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
 
 use candle_comm::trace::{self, SpanKind};
 use candle_comm::{Mesh, ProcessGroup};
@@ -104,7 +105,8 @@ impl Pipeline {
     }
 
     /// The ways between the ranks of the pipeline, which all of them must ask for.
-    pub(super) fn channels(&self, layout: &PipelineLayout) -> Result<&Channels> {
+    pub(super) fn channels(&self, part: &ModelPart) -> Result<&Channels> {
+        let layout = part.layout();
         if let Some(channels) = self.channels.get() {
             if channels.layout() != layout {
                 bail!(
@@ -113,7 +115,7 @@ impl Pipeline {
             }
             return Ok(channels);
         }
-        let made = Channels::new(&self.pp, layout)?;
+        let made = Channels::new(&self.pp, layout, part.params().meter())?;
         Ok(self.channels.get_or_init(|| made))
     }
 
@@ -149,11 +151,12 @@ impl Pipeline {
         gradients: &mut Gradients,
     ) -> Result<PassReport> {
         let params = part.params();
-        self.channels(part.layout())?.check()?;
+        self.channels(part)?.check()?;
         if let Some(check) = &self.input_check {
             check.run(micro_batches, params.groups().shards_gradients())?;
         }
         let plan = self.plan(part.layout(), micro_batches.len())?;
+        let start = Instant::now();
         gradients.begin_passes(part.block_indices(), micro_batches.len())?;
         part.begin();
         params.meter().begin_passes(part.device())?;
@@ -171,7 +174,8 @@ impl Pipeline {
         for (instruction, next) in self.instructions(part, &plan) {
             units.train(instruction, next, gradients)?;
         }
-        let report = units.finish()?;
+        let mut report = units.finish()?;
+        report.passes_secs = start.elapsed().as_secs_f64();
         params.meter().end_passes(part.device())?;
         gradients.add_passes(&report)?;
         Ok(report)

@@ -10,6 +10,7 @@ use super::channels::{Channels, Sends};
 use super::model_part::{ModelPart, StageJobs, Tape};
 use super::pipeline::{BACKWARD, FORWARD, Pipeline};
 use crate::gradients::Gradients;
+use crate::memory::{MemoryCategory, MemoryGuard};
 use crate::pass::{ComputeTimer, Loss, Pass, PassReport};
 use crate::schedule::{Instruction, Message, Plan, Unit};
 
@@ -20,7 +21,7 @@ pub(super) struct Units<'a> {
     part: &'a ModelPart,
     passes: &'a [Pass],
     /// Receives that were posted, by what they are for.
-    posted: HashMap<(Unit, Message), Pending<Vec<Tensor>>>,
+    posted: HashMap<(Unit, Message), Posted>,
     sends: Sends,
     /// What a stage of this rank gave: for another one of this rank, or until it is sent.
     given: HashMap<(Unit, Message), Tensor>,
@@ -31,10 +32,17 @@ pub(super) struct Units<'a> {
     report: PassReport,
 }
 
+/// A receive under way.
+struct Posted {
+    received: Pending<Vec<Tensor>>,
+    /// Of what was allocated for it.
+    _memory: Option<MemoryGuard>,
+}
+
 impl<'a> Units<'a> {
     /// For `passes`, each a micro-batch.
     pub fn new(pipeline: &'a Pipeline, part: &'a ModelPart, passes: &'a [Pass]) -> Result<Self> {
-        let channels = pipeline.channels(part.layout())?;
+        let channels = pipeline.channels(part)?;
         channels.begin()?;
         Ok(Self {
             pipeline,
@@ -68,8 +76,15 @@ impl<'a> Units<'a> {
             Message::Gradient => unit.stage,
         };
         let (shape, dtype) = self.part.border_of_stage(giving, self.pass(unit)?)?;
-        let received = self.channels.recv(source, what, shape, dtype)?;
-        self.posted.insert((unit, what), received);
+        // A GPU's memory is taken when the receive is posted, that of the host when something comes.
+        let num_bytes = shape.elem_count() * dtype.size_in_bytes();
+        let meter = self.part.params().meter();
+        let on_gpu = !self.part.device().is_cpu();
+        let posted = Posted {
+            received: self.channels.recv(source, what, shape, dtype)?,
+            _memory: on_gpu.then(|| meter.hold(MemoryCategory::Buffers, num_bytes)),
+        };
+        self.posted.insert((unit, what), posted);
         Ok(())
     }
 
@@ -89,7 +104,7 @@ impl<'a> Units<'a> {
     /// What the unit gets, once it is here; `None` at the beginning or end of the model.
     fn take(&mut self, unit: Unit, what: Message) -> Result<Option<Tensor>> {
         if let Some(posted) = self.posted.remove(&(unit, what)) {
-            return Ok(posted.wait()?.pop());
+            return Ok(posted.received.wait()?.pop());
         }
         let is_end = match what {
             Message::Activation => unit.stage == 0,

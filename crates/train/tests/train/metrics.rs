@@ -23,6 +23,7 @@ pub fn step(step: usize) -> StepMetrics {
         step_secs: 0.25,
         gflops_per_sec: Some(1.5),
         mfu: None,
+        pipeline: Vec::new(),
         staleness: None,
         reported: Default::default(),
         memory: MemoryReport::default(),
