@@ -59,6 +59,7 @@ mod cli {
     mod program;
     mod restart;
     mod resume;
+    mod schedules;
     mod spellings;
     mod stop;
     mod timeline;

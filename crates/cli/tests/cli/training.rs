@@ -28,6 +28,7 @@ pub fn without_times(mut metrics: Vec<Map<String, Value>>) -> Vec<Map<String, Va
                     | "eval_secs"
                     | "gflops_per_sec"
                     | "memory"
+                    | "pipeline"
                     // The same run again is another one.
                     | "run"
             )
