@@ -35,25 +35,29 @@
 //! | `product_floor_secs` | the products of the linear layers alone, as above; null on a GPU |
 //! | `forward_secs`, `backward_secs`, `communication_secs`, `optimizer_secs` | means over the steps on the first rank; on a GPU by its own clock (CUDA events), with the optimizer's of the step before; communication is what the host waits for |
 //! | `hidden_communication_secs` | mean time of a step in which communication was under way and the rank computed; 0 on a GPU, where the host does not see it |
+//! | `pipeline` | of each rank of the first replica's pipeline the mean `idle_share` over the steps and `peak_activations_bytes`; empty without a pipeline |
+//! | `stage_secs` | with `--stage-secs`, of each stage and pass the median seconds of a micro-batch, from three more steps; else null |
 //! | `saving_step_secs`, `writing_step_secs` | with `--save-dir`: median of the steps after which a checkpoint was copied to be saved, the copy included, and of those right after, beside which it was written; neither is in `step_secs`. Null without |
 //!
 //! The shape of Llama-3.1-8B with everything frozen but the norms:
 //! `bench_train --device cuda --dtype bf16 --hidden-size 4096 --intermediate-size 14336 --layers 32 --heads 32 --kv-heads 8
 //! --vocab-size 128256 --seq-len 4096 --batch-size 1 --freeze 'proj|embed_tokens|lm_head'`
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use candle_comm::trace::{self, SpanKind};
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
-use candle_core::{DType, Device, Result, bail};
+use candle_core::{DType, Device, Error, Result, bail};
 use candle_ops::{AttentionCode, GpuSettings, GpuState, MatmulPrecision, Profile};
 use candle_parallel::checkpoint::CheckpointSaver;
 use candle_parallel::{LossScaling, MemoryReport, ParamStore};
 use candle_train::{
-    BatchConfig, Batches, Checkpoints, DataPosition, LrSchedule, SampleConfig, Samples, StepTimes,
-    Tokens, TrainConfig, Trainer, TrainingRecord,
+    BatchConfig, Batches, Checkpoints, DataPosition, LrSchedule, PipelineRank, SampleConfig,
+    Samples, StepTimes, Tokens, TrainConfig, Trainer, TrainingRecord,
 };
 use candle_train_cli::{
     Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_as_rank,
@@ -62,6 +66,7 @@ use candle_train_cli::{
 use candle_train_examples::{page_faults, peak_rss_bytes, product_floor_secs};
 use candle_train_models::{ModelConfig, flops_per_token};
 use clap::Parser;
+use serde_json::{Value, json};
 
 /// Time training steps of a Llama with random weights on random tokens; prints one JSON line.
 #[derive(Parser, Debug)]
@@ -120,6 +125,10 @@ struct Args {
     /// Print the time of each operation of the first rank's device to stderr, from three more steps after the measured ones
     #[arg(long)]
     profile: bool,
+    /// Measure what the passes of each stage take, in three more steps after the measured ones. One micro-batch (--micro-batch-size as large as
+    /// --batch-size) leaves one rank to work at a time
+    #[arg(long)]
+    stage_secs: bool,
     /// Save a checkpoint in this folder after every fourth step, to time that
     #[arg(long, value_name = "DIR")]
     save_dir: Option<PathBuf>,
@@ -129,6 +138,8 @@ struct Args {
 const ONE_RANK: [&str; 3] = ["tp", "pp", "dp"];
 const NUM_WARM_UP_STEPS: usize = 2;
 const NUM_PROFILED_STEPS: usize = 3;
+/// Of a rank, in the steps whose stages are timed.
+const MAX_SPANS: usize = 1 << 20;
 /// Steps from one checkpoint to the next.
 const SAVE_EVERY: usize = 4;
 /// More threads than this in one process is a slip of the keyboard.
@@ -159,6 +170,10 @@ struct Measured {
     memory: MemoryReport,
     gpu: Option<GpuState>,
     profile: Option<Profile>,
+    /// Of each step.
+    pipeline: Vec<Vec<PipelineRank>>,
+    /// What a pass of a micro-batch takes in a stage.
+    stage_secs: Option<Vec<Value>>,
 }
 
 #[global_allocator]
@@ -284,7 +299,8 @@ fn bench(
     let num_trainable_parameters = part.params().num_trainable_values();
     let flops_per_token = flops_per_token(config, part.params(), args.seq_len);
     let num_measured_steps = NUM_WARM_UP_STEPS + args.steps;
-    let num_profiled_steps = if args.profile { NUM_PROFILED_STEPS } else { 0 };
+    let num_profiled_steps =
+        NUM_PROFILED_STEPS * (usize::from(args.profile) + usize::from(args.stage_secs));
     let train = train_config(
         num_measured_steps + num_profiled_steps,
         &args.layout,
@@ -325,6 +341,8 @@ fn bench(
         memory: MemoryReport::default(),
         gpu: None,
         profile: None,
+        pipeline: Vec::new(),
+        stage_secs: None,
     };
     let mut faults_before = 0;
     HAS_BEGUN.store(true, Ordering::Release);
@@ -348,6 +366,9 @@ fn bench(
     measured.page_faults_per_step = (page_faults() - faults_before) / args.steps.max(1) as u64;
     if args.profile {
         measured.profile_steps(&mut trainer, &batches, &mesh)?;
+    }
+    if args.stage_secs {
+        measured.time_stages(&mut trainer, &batches, &mesh)?;
     }
     measured.peak_allocated_bytes = peak_allocated_bytes();
     measured.peak_rss_bytes = peak_rss_bytes();
@@ -373,7 +394,32 @@ impl Measured {
         self.grad_norms.push(report.grad_norm);
         self.loss_scale = report.loss_scale;
         self.skipped_steps = report.skipped_steps;
+        self.pipeline.push(report.pipeline);
         Ok(report.step_secs)
+    }
+
+    /// Trains a few steps more, and records what passes take on all ranks of the pipeline.
+    fn time_stages(&mut self, trainer: &mut Trainer, batches: &Batches, mesh: &Mesh) -> Result<()> {
+        trace::start(MAX_SPANS);
+        for _ in 0..NUM_PROFILED_STEPS {
+            self.train_step(trainer, batches)?;
+        }
+        let mut secs: BTreeMap<(usize, &str), Vec<f64>> = BTreeMap::new();
+        for span in trace::stop().spans {
+            if let SpanKind::Pass { pass, stage, .. } = span.kind {
+                let of_pass = secs.entry((stage, pass.name())).or_default();
+                of_pass.push((span.end - span.start).as_secs_f64());
+            }
+        }
+        let own = secs.into_iter().map(|((stage, pass), mut secs)| {
+            json!({"stage": stage, "pass": pass, "secs": median(&mut secs)})
+        });
+        let own = serde_json::to_vec(&own.collect::<Vec<_>>()).map_err(Error::wrap)?;
+        let all = mesh.pp.all_gather_bytes(&own)?.into_iter();
+        let all = all.map(|of_rank| serde_json::from_slice(&of_rank).map_err(Error::wrap));
+        let all: Vec<Vec<Value>> = all.collect::<Result<_>>()?;
+        self.stage_secs = Some(all.concat());
+        Ok(())
     }
 
     /// Trains a few steps more, on the first rank under a profile.
@@ -445,7 +491,21 @@ fn print(
     let mfu = peak.map(|peak| flops / (peak * 1e12 * num_devices as f64));
     let attention = AttentionCode::used().into_iter();
     let attention: Vec<String> = attention.map(|code| code.to_string()).collect();
-    let line = serde_json::json!({
+    let of_steps = measured
+        .pipeline
+        .iter()
+        .skip(NUM_WARM_UP_STEPS)
+        .take(args.steps);
+    let last = of_steps.clone().next_back().cloned().unwrap_or_default();
+    let pipeline = last.into_iter().enumerate().map(|(rank, of_rank)| {
+        let shares: Option<Vec<f64>> = of_steps.clone().map(|step| step[rank].idle_share).collect();
+        json!({
+            "idle_share": shares.map(|shares| shares.iter().sum::<f64>() / shares.len() as f64),
+            "peak_activations_bytes": of_rank.peak_activations_bytes,
+        })
+    });
+    let pipeline: Vec<_> = pipeline.collect();
+    let line = json!({
         "system": format!("candle-train {}", env!("CARGO_PKG_VERSION")),
         "dtype": DType::from(args.layout.dtype).as_str(),
         "matmul_precision": MatmulPrecision::get().to_string(),
@@ -475,6 +535,8 @@ fn print(
         "memory": measured.memory,
         "page_faults_per_step": measured.page_faults_per_step,
         "product_floor_secs": measured.product_floor_secs,
+        "pipeline": pipeline,
+        "stage_secs": measured.stage_secs,
         "forward_secs": mean(|t| t.forward_secs),
         "backward_secs": mean(|t| t.backward_secs),
         "communication_secs": mean(|t| t.communication_secs),

@@ -26,8 +26,6 @@ mod half_precision;
 mod halves;
 #[path = "parallel/head_partition.rs"]
 mod head_partition;
-#[path = "parallel/idle.rs"]
-mod idle;
 #[path = "parallel/inputs.rs"]
 mod inputs;
 #[path = "parallel/linear.rs"]

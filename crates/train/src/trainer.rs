@@ -105,6 +105,10 @@ impl Instructions for OfEachStep {
         };
         schedule.of_rank(layout, rank, num_micro_batches)
     }
+
+    fn holds_little(&self) -> bool {
+        self.0.holds_little()
+    }
 }
 
 impl Trainer {

@@ -1,4 +1,4 @@
-//! `bench_train`: what it counts, in each type and with frozen parameters.
+//! `bench_train`: what it counts, in each type and with frozen parameters. `bench_pipeline`: ranks wait as long as a simulation says.
 
 use serde_json::Value;
 
@@ -257,4 +257,51 @@ fn a_checkpoint_gives_weights_and_shape() {
     assert!(line["parameters"].as_u64().unwrap() > 1_000_000);
     let outcome = program().flag("--layers", 3).run();
     outcome.assert_error(&["--layers", "--model"]);
+}
+
+#[test]
+fn ranks_of_a_pipeline_wait_as_long_as_the_simulation_says() {
+    let (equal, unequal) = ("0.006,0.006,0.006", "0.006,0.008,0.005");
+    for (p, m) in [(2, 4), (4, 8), (8, 16)] {
+        for (schedule, v, secs, hop, slow) in [
+            ("1f1b", 1, equal, 0.0, None),
+            ("1f1b", 2, equal, 0.2, None),
+            ("zb-h1", 1, unequal, 0.2, None),
+            ("zb-h1", 2, equal, 0.0, None),
+            ("zbv", 2, equal, 0.2, None),
+            ("zb-2p", 1, unequal, 0.0, Some(p - 1)),
+            ("dualpipev", 2, equal, 0.0, Some(0)),
+            ("gpipe", 1, unequal, 0.2, Some(1)),
+        ] {
+            let mut program = example("bench_pipeline").flag("--pp", p);
+            program = program
+                .flag("--micro-batches", m)
+                .flag("--schedule", schedule);
+            program = program
+                .flag("--virtual-stages", v)
+                .flag("--hop", hop * 0.006);
+            program = program.argument("--stage-secs");
+            // A stage that takes 1.5 times as long.
+            for stage in 0..p * v {
+                program = program.argument(match slow == Some(stage) {
+                    true => "0.009,0.010,0.008",
+                    false => secs,
+                });
+            }
+            let measured = measured(program);
+            let shares = |name: &str| {
+                let shares = measured[name].as_array().unwrap().iter();
+                shares
+                    .map(|share| share.as_f64().unwrap())
+                    .collect::<Vec<_>>()
+            };
+            let (idle, expected) = (shares("idle_share"), shares("simulated_idle_share"));
+            assert_eq!((idle.len(), expected.len()), (p, p));
+            let mut pairs = idle.iter().zip(&expected);
+            assert!(
+                pairs.all(|(idle, expected)| (idle - expected).abs() < 0.03),
+                "{schedule} with {v} stages on each of {p} ranks, hop {hop}, slow {slow:?}: {measured}"
+            );
+        }
+    }
 }

@@ -58,6 +58,11 @@ fn processes_under_mpi_give_the_bits_of_threads() {
             let metrics = metrics(workspace);
             let program = workspace.finetune().flag("--dtype", dtype);
             let program = program.flag("--global-batch-size", 6);
+            // Two stages a rank where there is a pipeline.
+            let program = match degrees.0 {
+                1 => program,
+                _ => program.flag("--schedule", "zbv"),
+            };
             program.flag("--metrics", metrics.display())
         };
         let Some(processes) = under_mpi(program(&there), degrees) else {
@@ -194,6 +199,32 @@ fn a_rank_killed_in_training_is_named_with_its_last_operation_and_step() {
     };
     assert_a_killed_rank_is_named(&workspace, &program, |stderr| stderr.contains("step 1/"));
     workspace.assert_output_is_untouched();
+}
+
+/// The phases of a step beside its passes are short: it is killed in one of these sooner or later.
+#[test]
+fn a_rank_of_a_pipeline_is_named_with_the_pass_in_which_it_was_killed() {
+    let mut said = Vec::new();
+    for _ in 0..4 {
+        let workspace = Workspace::new();
+        let program = workspace.finetune().flag("--schedule", "zb-h1");
+        let program = program
+            .flag("--global-batch-size", 48)
+            .flag("--seq-len", 64);
+        let Some(program) = under_mpi(program.flag("--steps", 100_000), (4, 1, 1)) else {
+            return;
+        };
+        let is_time = |stderr: &str| stderr.contains("step 1/");
+        let stderr = assert_a_killed_rank_is_named(&workspace, &program, is_time).stderr;
+        let died = stderr.lines().find(|line| line.contains("died")).unwrap();
+        let phase = died.rsplit("; step ").next().unwrap().to_string();
+        // Such as `2, input gradient of micro-batch 7 in stage 2`.
+        if phase.contains(" of micro-batch ") && phase.contains(" in stage 2") {
+            return;
+        }
+        said.push(phase);
+    }
+    panic!("no pass was named: {said:?}");
 }
 
 #[test]

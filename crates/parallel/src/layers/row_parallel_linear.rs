@@ -132,7 +132,7 @@ impl RowParallelLinear {
         pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
-        self.backward_with(dy, pass, gradients, |dx| Ok((dx, xs.cloned())))
+        self.backward_then(dy, pass, gradients, false, |dx| Ok((dx, xs.cloned())))
     }
 
     /// [`Self::backward_linear`] for an input that is computed again beside what follows from its gradient: `rest` gets the gradient of the
@@ -145,6 +145,18 @@ impl RowParallelLinear {
         dy: &Tensor,
         pass: &Pass,
         gradients: &mut dyn GradientSink,
+        rest: impl FnOnce(Tensor) -> Result<(R, Option<Tensor>)>,
+    ) -> Result<R> {
+        self.backward_then(dy, pass, gradients, true, rest)
+    }
+
+    /// `is_computed_again`: the forward pass has not kept the input, which the weight's gradient would.
+    fn backward_then<R>(
+        &self,
+        dy: &Tensor,
+        pass: &Pass,
+        gradients: &mut dyn GradientSink,
+        is_computed_again: bool,
         rest: impl FnOnce(Tensor) -> Result<(R, Option<Tensor>)>,
     ) -> Result<R> {
         let inner = self.low_rank.as_ref().map(|adapter| {
@@ -163,7 +175,10 @@ impl RowParallelLinear {
         if self.weight().track_op() {
             let (dy, xs) = (dy.clone(), kept(xs.as_ref())?.clone());
             let grad = move |dst: &Tensor, add| linear_weight_grad_into(dst, add, &dy, &xs);
-            gradients.put(self.weight(), Box::new(grad))?;
+            match is_computed_again {
+                true => gradients.put_large(self.weight(), Box::new(grad))?,
+                false => gradients.put(self.weight(), Box::new(grad))?,
+            }
         }
         put_bias_grad(self.bias.as_ref(), dy, gradients)?;
         if let Some((adapter, inner)) = inner.filter(|(adapter, _)| adapter.is_trained()) {

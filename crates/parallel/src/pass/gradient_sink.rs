@@ -26,6 +26,15 @@ pub trait GradientSink {
     /// A trainable weight that the sink does not know, and what `grad` returns if it runs at once.
     fn put(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()>;
 
+    /// As [`Self::put`], of a gradient that keeps more until a weight half than the forward pass has kept for it: a schedule that is to hold no more
+    /// than that has it computed at once.
+    ///
+    /// # Errors
+    /// As for [`Self::put`].
+    fn put_large(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
+        self.put(weight, grad)
+    }
+
     /// When what is put here is computed: a layer that would have to keep much until then may compute it again instead.
     fn weight_half(&self) -> WeightHalf {
         WeightHalf::AtOnce

@@ -29,6 +29,30 @@ impl WeightJobs {
     }
 }
 
+/// The gradients of an input half: most of them wait, the large ones are computed at once.
+pub(crate) struct ButLarge<'a> {
+    pub waiting: &'a mut WeightJobs,
+    pub now: &'a mut dyn GradientSink,
+}
+
+impl GradientSink for ButLarge<'_> {
+    fn put(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
+        self.waiting.put(weight, grad)
+    }
+
+    fn put_large(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
+        self.now.put(weight, grad)
+    }
+
+    fn weight_half(&self) -> WeightHalf {
+        self.waiting.weight_half()
+    }
+
+    fn name_of(&self, weight: &Tensor) -> Option<String> {
+        self.now.name_of(weight)
+    }
+}
+
 impl GradientSink for WeightJobs {
     fn put(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
         if weight.track_op() {

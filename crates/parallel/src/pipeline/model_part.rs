@@ -15,7 +15,7 @@ use crate::checksums::Shared;
 use crate::gradients::Gradients;
 use crate::layers::Head;
 use crate::params::{ParamBuilder, Parameters, is_about_released};
-use crate::pass::{Loss, Pass, WeightJobs};
+use crate::pass::{ButLarge, GradientSink, Loss, Pass, WeightJobs};
 use crate::pipeline_layout::PipelineLayout;
 use crate::schedule::Instruction;
 
@@ -73,6 +73,17 @@ pub(super) struct StageGrad {
     pub loss: Option<Loss>,
     /// The weight half of each block, if it was put off: in the order of the backward pass.
     pub jobs: StageJobs,
+}
+
+/// What of a backward pass is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum BackwardHalf {
+    /// Both halves.
+    Whole,
+    /// The input half.
+    Input,
+    /// The input half, and of the weight half what would hold more until then than the forward pass has kept.
+    InputAndLarge,
 }
 
 /// The weight half of a unit: of each block by its index.
@@ -455,7 +466,7 @@ impl ModelPart {
     }
 
     /// Runs the backward pass of a unit, from the gradient of the stage's output, which the last stage has none of. The gradients of the
-    /// parameters go to `gradients`, or if they are put off into what is returned. `after` is the block that this rank runs next.
+    /// parameters go to `gradients`, or where `half` puts them off into what is returned. `after` is the block that this rank runs next.
     pub(super) fn backward(
         &self,
         stage: usize,
@@ -463,7 +474,7 @@ impl ModelPart {
         upstream: Option<Tensor>,
         after: Option<usize>,
         gradients: &mut Gradients,
-        puts_off: bool,
+        half: BackwardHalf,
     ) -> Result<StageGrad> {
         let stage = self.stage(stage)?;
         let num_frozen = stage.num_frozen(&self.params);
@@ -488,13 +499,20 @@ impl ModelPart {
             let mut jobs = WeightJobs::new(self.params.sharded().is_none());
             let (result, num_collectives) = self.run("backward pass", block, next, || {
                 let (pass, params) = (&tape.pass, &self.params);
-                match puts_off {
-                    true => block.backward(saved, upstream, pass, params, &mut jobs),
-                    false => {
-                        let mut sink = gradients.of_stage(stage.index);
-                        block.backward(saved, upstream, pass, params, &mut sink)
+                let mut now = gradients.of_stage(stage.index);
+                let mut but_large;
+                let sink: &mut dyn GradientSink = match half {
+                    BackwardHalf::Whole => &mut now,
+                    BackwardHalf::Input => &mut jobs,
+                    BackwardHalf::InputAndLarge => {
+                        but_large = ButLarge {
+                            waiting: &mut jobs,
+                            now: &mut now,
+                        };
+                        &mut but_large
                     }
-                }
+                };
+                block.backward(saved, upstream, pass, params, sink)
             });
             let (input, loss) = match (result, of_head) {
                 (Err(err), Some(xs)) => {
@@ -513,9 +531,9 @@ impl ModelPart {
                 gradients.note_border(Shared::InputGrad(block.index), input)?;
             }
             grad.input = input;
-            match puts_off {
-                true => grad.jobs.push((block.index, jobs)),
-                false => gradients.block_done(block.index)?,
+            match half {
+                BackwardHalf::Whole => gradients.block_done(block.index)?,
+                _ => grad.jobs.push((block.index, jobs)),
             }
             self.params.meter().count_activations(&self.device)?;
         }

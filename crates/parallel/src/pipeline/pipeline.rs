@@ -11,7 +11,7 @@ use candle_ops::Stopwatch;
 
 use super::channels::Channels;
 use super::input_check::InputCheck;
-use super::model_part::ModelPart;
+use super::model_part::{BackwardHalf, ModelPart};
 use super::units::Units;
 use crate::gradients::Gradients;
 use crate::pass::{Pass, PassReport};
@@ -179,6 +179,15 @@ impl Pipeline {
         params.meter().end_passes(part.device())?;
         gradients.add_passes(&report)?;
         Ok(report)
+    }
+
+    /// What an input half computes. Replicas that add up gradients after each micro-batch would have those of later ones among them, and other
+    /// bits.
+    pub(super) fn input_half(&self, part: &ModelPart) -> BackwardHalf {
+        match self.schedule.holds_little() && !part.params().groups().shards_gradients() {
+            true => BackwardHalf::InputAndLarge,
+            false => BackwardHalf::Input,
+        }
     }
 
     /// The lists of all ranks for so many micro-batches, which were checked.

@@ -191,6 +191,11 @@ impl GradientSink for Noting<'_> {
         self.gradients.put(weight, grad)
     }
 
+    fn put_large(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
+        self.put.push(weight.id());
+        self.gradients.put_large(weight, grad)
+    }
+
     fn weight_half(&self) -> WeightHalf {
         self.gradients.weight_half()
     }

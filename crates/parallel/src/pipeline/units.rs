@@ -7,7 +7,7 @@ use candle_comm::trace::{PassKind, SpanKind};
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::channels::{Channels, Sends};
-use super::model_part::{ModelPart, StageJobs, Tape};
+use super::model_part::{BackwardHalf, ModelPart, StageJobs, Tape};
 use super::pipeline::{BACKWARD, FORWARD, Pipeline};
 use crate::gradients::Gradients;
 use crate::memory::{MemoryCategory, MemoryGuard};
@@ -139,8 +139,13 @@ impl<'a> Units<'a> {
         pp.set_phase(|| instruction.to_string());
         let done = match instruction {
             Instruction::Forward(unit) => self.forward(unit, next, gradients),
-            Instruction::Backward(unit) => self.backward(unit, next, gradients, false),
-            Instruction::InputGrad(unit) => self.backward(unit, next, gradients, true),
+            Instruction::Backward(unit) => {
+                self.backward(unit, next, gradients, BackwardHalf::Whole)
+            }
+            Instruction::InputGrad(unit) => {
+                let half = self.pipeline.input_half(self.part);
+                self.backward(unit, next, gradients, half)
+            }
             Instruction::WeightGrad(unit) => self.weight_half(unit, gradients),
             Instruction::Send(unit, what) => self.send(unit, what),
             Instruction::Recv(unit, what) => self.post(unit, what),
@@ -174,7 +179,7 @@ impl<'a> Units<'a> {
         unit: Unit,
         next: Option<usize>,
         gradients: &mut Gradients,
-        puts_off: bool,
+        half: BackwardHalf,
     ) -> Result<()> {
         let upstream = self.take(unit, Message::Gradient)?;
         let timer = ComputeTimer::start();
@@ -182,12 +187,13 @@ impl<'a> Units<'a> {
             bail!("the schedule asks for the backward pass of {unit:?} before its forward pass")
         };
         let part = self.part;
+        let puts_off = half != BackwardHalf::Whole;
         let kind = match puts_off {
             true => span(PassKind::InputGrad, unit),
             false => span(PassKind::Backward, unit),
         };
         let grad = self.pipeline.timed(BACKWARD, kind, || {
-            part.backward(unit.stage, tape, upstream, next, gradients, puts_off)
+            part.backward(unit.stage, tape, upstream, next, gradients, half)
         })?;
         self.report.backward_secs += timer.secs();
         if let Some(loss) = grad.loss {

@@ -103,8 +103,8 @@ pub enum Schedule {
     /// One forward, one backward (PipeDream-Flush, arXiv:2104.04473, section 2.2): rank r of p holds the activations of at
     /// most min(p - r, m) of m micro-batches. With several stages on a rank interleaved 1F1B (the same, section 2.2).
     OneForwardOneBackward,
-    /// ZB-H1 (arXiv:2401.10241): weight gradients wait until a rank would be idle, and no rank holds more than p micro-batches. With several
-    /// stages on a rank its interleaved form.
+    /// ZB-H1 (arXiv:2401.10241): weight gradients wait until a rank would be idle, and no rank holds more than p micro-batches: those that would
+    /// keep more than the forward pass has kept do not wait. With several stages on a rank its interleaved form.
     ZeroBubbleH1,
     /// ZB-2p (the same, ZB-H2): more forward passes ahead, up to 2p - 1 micro-batches on a rank. Its last stages begin to work on a step
     /// before the first ones have ended the one before only if that need not be awaited: here it must.
@@ -187,6 +187,12 @@ pub trait Instructions: Send + Sync {
         rank: usize,
         num_micro_batches: usize,
     ) -> Result<Vec<Instruction>>;
+
+    /// Whether an input half also computes those gradients of weights that would keep more until their weight half than the forward pass has kept:
+    /// see [`GradientSink::put_large`](crate::GradientSink::put_large).
+    fn holds_little(&self) -> bool {
+        false
+    }
 }
 
 impl<F> Instructions for F
@@ -211,5 +217,10 @@ impl Instructions for Schedule {
         num_micro_batches: usize,
     ) -> Result<Vec<Instruction>> {
         orders::of_rank(*self, layout, rank, num_micro_batches)
+    }
+
+    /// ZB-H1 is to hold what 1F1B does.
+    fn holds_little(&self) -> bool {
+        *self == Self::ZeroBubbleH1
     }
 }
