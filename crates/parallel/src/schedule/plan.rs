@@ -15,6 +15,14 @@ pub struct Plan {
     ranks: Vec<Vec<Instruction>>,
 }
 
+/// What an end of a channel was asked to do: to send or to receive what a unit needs.
+#[derive(Clone, Copy)]
+struct Asked {
+    unit: Unit,
+    what: Message,
+    is_recv: bool,
+}
+
 /// Where a message goes: the ranks of the pipeline that send and receive it, and what it is.
 pub(crate) type Link = (usize, usize, Message);
 
@@ -290,74 +298,70 @@ impl Plan {
         ahead: usize,
         channel_of: impl Fn((usize, usize, Message)) -> C,
     ) -> Result<()> {
-        let num_ranks = self.ranks.len();
+        let (layout, num_ranks) = (&self.layout, self.ranks.len());
         let lists: Vec<_> = (0..num_ranks)
             .map(|rank| self.with_messages(rank, ahead))
             .collect();
         let mut next = vec![0; num_ranks];
-        // What each end of a channel has to do, in the order in which it was asked to: a message by what needs it, and whether it is received.
-        let mut queues: HashMap<(usize, C), VecDeque<(Unit, Message, bool)>> = HashMap::new();
+        // Of each end of a channel, in the order in which it was asked.
+        let mut queues: HashMap<(usize, C), VecDeque<Asked>> = HashMap::new();
         let mut here: HashSet<(Unit, Message)> = HashSet::new();
         loop {
             let mut has_moved = false;
-            for rank in 0..num_ranks {
-                while let Some(&instruction) = lists[rank].get(next[rank]) {
+            for (rank, list) in lists.iter().enumerate() {
+                while let Some(&instruction) = list.get(next[rank]) {
                     let unit = instruction.unit();
-                    let (peer, what, is_recv) = match instruction {
+                    let asked = match instruction {
                         Instruction::Send(_, what) => {
-                            match Self::receiver(&self.layout, unit, what) {
-                                Some(to) => (to, what, false),
-                                None => bail!("there is nobody for what the {instruction} sends"),
-                            }
+                            Self::receiver(layout, unit, what).map(|unit| Asked {
+                                unit,
+                                what,
+                                is_recv: false,
+                            })
                         }
-                        Instruction::Recv(_, what) => (unit, what, true),
-                        _ => {
-                            let needs = instruction.input().map(|what| (unit, what));
-                            if needs.is_some_and(|it| !self.is_end(it) && !here.contains(&it)) {
-                                break;
-                            }
-                            // What a stage gives to another one of its rank needs no channel.
-                            if let Some(what) = instruction.input()
-                                && let Some(to) = Self::receiver(&self.layout, unit, what)
-                                && self.layout.rank_of(to.stage) == rank
-                            {
-                                here.insert((to, what));
-                            }
-                            next[rank] += 1;
-                            has_moved = true;
-                            continue;
-                        }
+                        Instruction::Recv(_, what) => Some(Asked {
+                            unit,
+                            what,
+                            is_recv: true,
+                        }),
+                        _ => None,
                     };
-                    let to_rank = self.layout.rank_of(peer.stage);
-                    let from_rank = Self::source(&self.layout, peer, what).unwrap_or(to_rank);
-                    let channel = channel_of((from_rank, to_rank, what));
-                    queues
-                        .entry((rank, channel))
-                        .or_default()
-                        .push_back((peer, what, is_recv));
+                    if let Some(asked) = asked {
+                        let to = layout.rank_of(asked.unit.stage);
+                        let from = Self::source(layout, asked.unit, asked.what).unwrap_or(to);
+                        let channel = channel_of((from, to, asked.what));
+                        queues.entry((rank, channel)).or_default().push_back(asked);
+                    }
+                    let needs = instruction.input().map(|what| (unit, what));
+                    if needs.is_some_and(|it| !self.is_end(it) && !here.contains(&it)) {
+                        break;
+                    }
+                    // What a stage gives to another one of its rank needs no channel.
+                    if let Some(what) = instruction.input()
+                        && let Some(to) = Self::receiver(layout, unit, what)
+                        && layout.rank_of(to.stage) == rank
+                    {
+                        here.insert((to, what));
+                    }
                     next[rank] += 1;
                     has_moved = true;
                 }
             }
-            for (from, to, what) in links(&self.layout) {
-                let ends = |rank| (rank, channel_of((from, to, what)));
+            for link in links(layout) {
+                let ends = [link.0, link.1].map(|rank| (rank, channel_of(link)));
                 loop {
-                    let sent = queues.get(&ends(from)).and_then(|queue| queue.front());
-                    let wanted = queues.get(&ends(to)).and_then(|queue| queue.front());
-                    let (Some(&(sent, of_sent, false)), Some(&(wanted, of_wanted, true))) =
-                        (sent, wanted)
-                    else {
+                    let [sent, wanted] = [0, 1].map(|end| queues.get(&ends[end])?.front().copied());
+                    let (Some(sent), Some(wanted)) = (sent, wanted) else {
                         break;
                     };
-                    if (sent, of_sent) != (wanted, of_wanted) {
+                    let is_for_it = (sent.unit, sent.what) == (wanted.unit, wanted.what);
+                    if sent.is_recv || !wanted.is_recv || !is_for_it {
                         break;
                     }
-                    for end in [from, to] {
-                        if let Some(queue) = queues.get_mut(&ends(end)) {
-                            queue.pop_front();
-                        }
+                    for end in &ends {
+                        queues.get_mut(end).map(VecDeque::pop_front);
                     }
-                    here.insert((wanted, of_wanted));
+                    here.insert((wanted.unit, wanted.what));
                     has_moved = true;
                 }
             }

@@ -111,20 +111,20 @@ impl Plan {
         let mut here = HashMap::new();
         loop {
             let mut has_moved = false;
-            for rank in 0..num_ranks {
-                while let Some(&instruction) = self.ranks()[rank].get(ranks[rank].len()) {
+            for (rank, done) in ranks.iter_mut().enumerate() {
+                while let Some(&instruction) = self.ranks()[rank].get(done.len()) {
                     let unit = instruction.unit();
                     let needs = instruction
                         .input()
                         .filter(|&what| !self.is_end((unit, what)));
-                    let is_free = ranks[rank].last().map_or(0.0, |timed| timed.end);
+                    let is_free = done.last().map_or(0.0, |timed| timed.end);
                     let start = match needs.map(|what| here.get(&(unit, what))) {
                         None => is_free,
                         Some(Some(at)) => is_free.max(*at),
                         Some(None) => break,
                     };
                     let end = start + times.of(instruction);
-                    ranks[rank].push(Timed {
+                    done.push(Timed {
                         instruction,
                         start,
                         end,

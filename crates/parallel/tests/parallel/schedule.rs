@@ -65,8 +65,8 @@ fn every_unit_once_and_after_what_it_needs() {
         };
         loop {
             let before = next.clone();
-            for rank in 0..case.p {
-                while let Some(&instruction) = plan.ranks()[rank].get(next[rank]) {
+            for (rank, list) in plan.ranks().iter().enumerate() {
+                while let Some(&instruction) = list.get(next[rank]) {
                     let unit = instruction.unit();
                     assert_eq!(plan.layout().rank_of(unit.stage), rank, "{case:?}");
                     let at = |stage| Unit { stage, ..unit };
@@ -510,7 +510,8 @@ fn dualpipev_is_that_of_torch() {
         let mut cell = |what: &str| {
             let (letter, which) = what.split_at(1);
             let Ok(which) = which.parse::<usize>() else {
-                return format!("{}", waiting.pop_front().unwrap()).replace('I', "W");
+                let longest: String = waiting.pop_front().unwrap();
+                return longest.replace('I', "W");
             };
             let next = if letter == "F" {
                 &mut forwards
