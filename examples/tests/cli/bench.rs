@@ -261,7 +261,7 @@ fn a_checkpoint_gives_weights_and_shape() {
 
 #[test]
 fn ranks_of_a_pipeline_wait_as_long_as_the_simulation_says() {
-    let (equal, unequal) = ("0.006,0.006,0.006", "0.006,0.008,0.005");
+    let (equal, unequal) = ("0.008,0.008,0.008", "0.008,0.010,0.006");
     for (p, m) in [(2, 4), (4, 8), (8, 16)] {
         for (schedule, v, secs, hop, slow) in [
             ("1f1b", 1, equal, 0.0, None),
@@ -279,12 +279,12 @@ fn ranks_of_a_pipeline_wait_as_long_as_the_simulation_says() {
                 .flag("--schedule", schedule);
             program = program
                 .flag("--virtual-stages", v)
-                .flag("--hop", hop * 0.006);
+                .flag("--hop", hop * 0.008);
             program = program.argument("--stage-secs");
             // A stage that takes 1.5 times as long.
             for stage in 0..p * v {
                 program = program.argument(match slow == Some(stage) {
-                    true => "0.009,0.010,0.008",
+                    true => "0.012,0.012,0.010",
                     false => secs,
                 });
             }
@@ -304,4 +304,38 @@ fn ranks_of_a_pipeline_wait_as_long_as_the_simulation_says() {
             );
         }
     }
+}
+
+/// With zb-2p the second of two ranks has three micro-batches whose weight gradients wait, when 1f1b has one with its activations. Those keep inputs and
+/// gradients of outputs: 8 values of the hidden size and 3 of the MLP's a layer and token, of which layers share some.
+#[test]
+fn the_meter_counts_what_waiting_weight_gradients_keep() {
+    let (hidden, mlp, layers, tokens) = (64, 176, 2, 512);
+    let peak = |schedule: &str| {
+        let sizes = [
+            ("--hidden-size", hidden),
+            ("--intermediate-size", mlp),
+            ("--layers", 2 * layers),
+            ("--vocab-size", 64),
+            ("--seq-len", tokens),
+            ("--pp", 2),
+            ("--batch-size", 6),
+            ("--micro-batch-size", 1),
+        ];
+        let program = bench()
+            .flag("--pipeline-layout", "2,2")
+            .flag("--device", "cpu");
+        let program = program.flag("--kv-heads", 2).flag("--schedule", schedule);
+        let program = sizes
+            .into_iter()
+            .fold(program, |program, (flag, value)| program.flag(flag, value));
+        measured(program)["pipeline"][1]["peak_activations_bytes"]
+            .as_u64()
+            .unwrap() as f64
+    };
+    let of_layer = |values: usize| (4 * tokens * (layers * values + hidden)) as f64;
+    let forward = peak("1f1b") / of_layer(6 * hidden + 2 * mlp);
+    assert!((0.9..1.3).contains(&forward), "{forward}");
+    let waiting = peak("zb-2p") / (3.0 * of_layer(8 * hidden + 3 * mlp));
+    assert!((0.8..1.05).contains(&waiting), "{waiting}");
 }
