@@ -54,7 +54,7 @@ impl Norm {
         let (dx, dw) = rms_norm_backward(&x, &factor, &dy, self.eps, residual, is_trainable)?;
         if let Some(dw) = dw {
             let grad = move |dst: &Tensor, add| add_into(dst, add, &dw);
-            gradients.put(&self.weight, Box::new(grad))?;
+            gradients.put_finished(&self.weight, Box::new(grad))?;
         }
         dx.to_dtype(xs.dtype())
     }

@@ -8,19 +8,19 @@ use clap::ValueEnum;
 /// `--schedule`
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum ScheduleChoice {
-    /// One forward, one backward: rank r of p holds at most p - r micro-batches
+    /// One forward, one backward: with one stage on each of p ranks, rank r holds at most p - r micro-batches
     #[value(name = "1f1b")]
     OneForwardOneBackward,
     /// All forward passes, then all backward passes
     #[value(name = "gpipe")]
     GPipe,
-    /// Gradients of weights wait until a rank would be idle; each rank holds up to p micro-batches
+    /// Gradients of weights wait until a rank would be idle; each rank holds about p micro-batches
     #[value(name = "zb-h1")]
     ZeroBubbleH1,
     /// More forward passes ahead: up to 2p - 1 micro-batches
     #[value(name = "zb-2p")]
     ZeroBubble2p,
-    /// Two stages a rank, there and back over the ranks; up to p micro-batches
+    /// Two stages a rank, there and back over the ranks; about p micro-batches
     #[value(name = "zbv")]
     ZeroBubbleV,
     /// Stages as those of zbv, both ways at once; 2p micro-batches or more

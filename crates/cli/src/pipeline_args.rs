@@ -95,7 +95,17 @@ impl PipelineArgs {
                 PipelineLayout::balanced(num_layers, &ranks, &block_costs(config, seq_len))
             }
             StageLayers::Given(layers) => {
-                let given: usize = layers.iter().sum();
+                let given = layers
+                    .iter()
+                    .fold(0, |sum: usize, own| sum.saturating_add(*own));
+                let inner = layers.iter().enumerate().skip(1);
+                let mut inner = inner.take(layers.len().saturating_sub(2));
+                if let Some((stage, _)) = inner.find(|(_, own)| **own == 0) {
+                    bail!(
+                        "--pipeline-layout {} has no layers in stage {stage}; expected 1 or more but in the first and the last stage",
+                        comma_list(layers)
+                    );
+                }
                 if layers.len() != ranks.len() || given != num_layers {
                     let auto =
                         PipelineLayout::balanced(num_layers, &ranks, &block_costs(config, seq_len));

@@ -26,7 +26,12 @@ pub(crate) struct ScheduleCommand {
     micro_batches: usize,
     /// What a micro-batch takes on a rank, all of its stages together, in any unit: the forward pass, the gradient of the input, and that of
     /// the weights
-    #[arg(long, default_value = "1,1,1", value_name = "F,B,W")]
+    #[arg(
+        long,
+        default_value = "1,1,1",
+        value_name = "F,B,W",
+        allow_hyphen_values = true
+    )]
     times: PassTimes,
     /// Print the schedule as torch writes it: a row for each rank, with cells such as 0F2, 0I2, 0W2 and 0B2
     #[arg(long)]
@@ -49,7 +54,9 @@ impl FromStr for PassTimes {
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let numbers = text.split(',').map(|number| number.trim().parse::<f64>());
         let numbers: Vec<f64> = numbers.filter_map(std::result::Result::ok).collect();
-        let are_times = numbers.iter().all(|time| time.is_finite() && *time >= 0.0);
+        let are_times = numbers
+            .iter()
+            .all(|time| *time == 0.0 || (1e-3..=1e9).contains(time));
         match numbers[..] {
             [forward, input_grad, weight_grad]
                 if are_times
@@ -62,7 +69,10 @@ impl FromStr for PassTimes {
                     weight_grad,
                 }))
             }
-            _ => Err("expected three times of 0 or more, not all 0, such as 1,1.2,0.8".to_string()),
+            _ => Err(
+                "expected three times, each 0 or from 0.001 to 1e9, not all 0, such as 1,1.2,0.8"
+                    .to_string(),
+            ),
         }
     }
 }

@@ -185,10 +185,16 @@ fn check_num_layers(num_layers: usize, ranks: &[usize]) -> Result<()> {
             "pp({pp}) > number of layers({num_layers}): each pipeline stage needs at least one layer\nhint: use pp <= {most}"
         );
     }
+    let virtual_stages = num_stages / pp;
+    let hint = match num_layers / pp {
+        0 => format!("use pp <= {most}"),
+        fewer => format!(
+            "use pp <= {most}, or {fewer} virtual stages or fewer with a schedule that takes them"
+        ),
+    };
     bail!(
-        "pp({pp}) x virtual stages({}) = {num_stages} > number of layers({num_layers}): each pipeline stage needs at least one layer\nhint: use \
-         pp <= {most}, or fewer virtual stages",
-        num_stages / pp
+        "pp({pp}) x virtual stages({virtual_stages}) = {num_stages} > number of layers({num_layers}): each pipeline stage needs at least one \
+         layer\nhint: {hint}"
     )
 }
 

@@ -168,12 +168,15 @@ fn what_a_schedule_does_not_take_is_refused_with_what_it_takes() {
             &[("--virtual-stages", "3")],
             &[
                 "pp(2) x virtual stages(3) = 6 > number of layers(4)",
-                "hint: use pp <= 1",
+                "hint: use pp <= 1, or 2 virtual stages or fewer",
             ],
         ),
         (
             &[("--schedule", "dualpipev"), ("--global-batch-size", "6")],
-            &["dualpipev on 2 ranks with 3 micro-batches; expected 4 or more"],
+            &[
+                "dualpipev needs two micro-batches for each rank: 4 or more for pp 2, got 3",
+                "the schedule zbv",
+            ],
         ),
         (
             &[("--pipeline-layout", "2,3")],
@@ -188,7 +191,7 @@ fn what_a_schedule_does_not_take_is_refused_with_what_it_takes() {
         ),
         (
             &[("--schedule", "zbv"), ("--pipeline-layout", "2,0,1,1")],
-            &["expected for each stage a number of blocks > 0"],
+            &["--pipeline-layout 2,0,1,1 has no layers in stage 1; expected 1 or more"],
         ),
         (
             &[("--pipeline-layout", "two")],
@@ -273,11 +276,26 @@ fn a_schedule_that_was_written_is_read_checked_and_drawn() {
         (
             "--times",
             "1,2",
-            "expected three times of 0 or more, not all 0",
+            "expected three times, each 0 or from 0.001 to 1e9, not all 0",
         ),
-        ("--times", "1,-2,1", "expected three times of 0 or more"),
-        ("--times", "0,0,0", "expected three times of 0 or more"),
-        ("--times", "1,1,inf", "expected three times of 0 or more"),
+        ("--times", "-1,2,1", "expected three times"),
+        ("--times", "0,0,0", "expected three times"),
+        ("--times", "1,1,inf", "expected three times"),
+        (
+            "--pp",
+            "18446744073709551615",
+            "expected 4096 stages or fewer",
+        ),
+        (
+            "--virtual-stages",
+            "18446744073709551615",
+            "expected 4096 stages or fewer",
+        ),
+        (
+            "--micro-batches",
+            "10000000",
+            "10000000 micro-batches in each of 4 stages; expected 2097152 or fewer together",
+        ),
         (
             "-o",
             "picture.gif",

@@ -149,7 +149,7 @@ pub fn column_parallel_backward(
         layer.put_gradients(dy, xs, gradients)?;
         if let Some((adapter, inner)) = adapter.as_ref().filter(|(adapter, _)| adapter.is_trained())
         {
-            adapter.put_gradients(inner, kept(xs)?, dy, gradients)?;
+            adapter.put_gradients(inner, kept(xs)?, false, dy, gradients)?;
         }
     }
     started.wait()

@@ -145,12 +145,13 @@ impl LowRank {
         }
     }
 
-    /// Puts the gradients of A and B; `xs` (.., in) is the layer's input and `dy` (.., out) the gradient of its output. What reads A is
-    /// computed now.
+    /// Puts the gradients of A and B; `xs` (.., in) is the layer's input, which may have been computed again, and `dy` (.., out) the gradient of its
+    /// output. What reads A is computed now.
     pub(crate) fn put_gradients(
         &self,
         inner: &InnerGrad,
         xs: &Tensor,
+        is_computed_again: bool,
         dy: &Tensor,
         gradients: &mut dyn GradientSink,
     ) -> Result<()> {
@@ -161,7 +162,10 @@ impl LowRank {
         let outer = self.b.track_op().then(|| self.inner(&kept)? * inner.scale);
         let grad = inner.grad.clone();
         let grad = move |dst: &Tensor, add| linear_weight_grad_into(dst, add, &grad, &kept);
-        gradients.put(self.a.tensor(), Box::new(grad))?;
+        match is_computed_again {
+            true => gradients.put_large(self.a.tensor(), Box::new(grad))?,
+            false => gradients.put(self.a.tensor(), Box::new(grad))?,
+        }
         let Some(outer) = outer.transpose()? else {
             return Ok(());
         };

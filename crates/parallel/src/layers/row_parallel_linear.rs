@@ -182,7 +182,7 @@ impl RowParallelLinear {
         }
         put_bias_grad(self.bias.as_ref(), dy, gradients)?;
         if let Some((adapter, inner)) = inner.filter(|(adapter, _)| adapter.is_trained()) {
-            adapter.put_gradients(&inner, kept(xs.as_ref())?, dy, gradients)?;
+            adapter.put_gradients(&inner, kept(xs.as_ref())?, is_computed_again, dy, gradients)?;
         }
         Ok(result)
     }

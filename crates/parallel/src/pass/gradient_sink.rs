@@ -35,6 +35,14 @@ pub trait GradientSink {
         self.put(weight, grad)
     }
 
+    /// As [`Self::put`], of a gradient that is computed already: to wait would only keep it.
+    ///
+    /// # Errors
+    /// As for [`Self::put`].
+    fn put_finished(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
+        self.put(weight, grad)
+    }
+
     /// When what is put here is computed: a layer that would have to keep much until then may compute it again instead.
     fn weight_half(&self) -> WeightHalf {
         WeightHalf::AtOnce

@@ -18,4 +18,4 @@ pub use pass::Pass;
 pub(crate) use pass_report::ComputeTimer;
 pub use pass_report::PassReport;
 pub(crate) use reports::Reported;
-pub(crate) use weight_jobs::{ButLarge, WeightJobs};
+pub(crate) use weight_jobs::{Early, InputHalf, WeightJobs};

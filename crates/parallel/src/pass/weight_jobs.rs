@@ -29,23 +29,51 @@ impl WeightJobs {
     }
 }
 
-/// The gradients of an input half: most of them wait, the large ones are computed at once.
-pub(crate) struct ButLarge<'a> {
-    pub waiting: &'a mut WeightJobs,
-    pub now: &'a mut dyn GradientSink,
+/// Which gradients of weights are computed with the input half, as to wait would keep more than it is worth.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Early {
+    /// Those that are computed already.
+    pub finished: bool,
+    /// Those that keep more than the forward pass has kept.
+    pub large: bool,
 }
 
-impl GradientSink for ButLarge<'_> {
+/// The gradients of an input half: most of them wait.
+pub(crate) struct InputHalf<'a> {
+    pub waiting: &'a mut WeightJobs,
+    pub now: &'a mut dyn GradientSink,
+    pub early: Early,
+    /// None of them waits.
+    pub none_waits: bool,
+}
+
+impl InputHalf<'_> {
+    fn put_where(&mut self, is_early: bool, weight: &Tensor, grad: WeightGrad) -> Result<()> {
+        match is_early || self.none_waits {
+            true => self.now.put(weight, grad),
+            false => self.waiting.put(weight, grad),
+        }
+    }
+}
+
+impl GradientSink for InputHalf<'_> {
     fn put(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
-        self.waiting.put(weight, grad)
+        self.put_where(false, weight, grad)
     }
 
     fn put_large(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
-        self.now.put(weight, grad)
+        self.put_where(self.early.large, weight, grad)
+    }
+
+    fn put_finished(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
+        self.put_where(self.early.finished, weight, grad)
     }
 
     fn weight_half(&self) -> WeightHalf {
-        self.waiting.weight_half()
+        match self.none_waits {
+            true => WeightHalf::AtOnce,
+            false => self.waiting.weight_half(),
+        }
     }
 
     fn name_of(&self, weight: &Tensor) -> Option<String> {

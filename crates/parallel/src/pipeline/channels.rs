@@ -23,6 +23,11 @@ pub(super) struct Channels {
     is_in_use: AtomicBool,
 }
 
+/// How many hardware queues CUDA has for the streams of a GPU; 8 without it.
+const MAX_CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// With so many channels there are queues for them and for the other streams of a rank.
+const FEW_STREAMS: usize = 2;
+
 /// How many sends are kept under way; of earlier ones it is enough that they are not needed any more.
 const MAX_SENDS: usize = 4;
 
@@ -55,6 +60,16 @@ impl Channels {
             if is_end {
                 groups.insert(link, group.counted_with(pp));
             }
+        }
+        if pp.device().is_cuda()
+            && groups.len() > FEW_STREAMS
+            && std::env::var_os(MAX_CONNECTIONS).is_none()
+        {
+            tracing::warn!(
+                "a rank has {} channels to its neighbours, each a stream of its GPU, and {MAX_CONNECTIONS} is not set: streams that share one of CUDA's \
+                 8 queues wait for each other, in the worst case for ever\nhint: start the ranks with {MAX_CONNECTIONS}=32",
+                groups.len()
+            );
         }
         let num_bytes = used()?.saturating_sub(used_before) as usize;
         Ok(Self {

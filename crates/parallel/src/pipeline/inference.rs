@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use candle_core::{Result, Tensor, bail};
 
 use super::eval_sums::EvalSums;
-use super::model_part::ModelPart;
+use super::model_part::{BackwardHalf, ModelPart};
 use super::pipeline::Pipeline;
 use super::units::Units;
 use crate::checksums::checksum;
@@ -140,7 +140,7 @@ impl Pipeline {
         observe: Observe<'_>,
     ) -> Result<Vec<Option<Tensor>>> {
         let plan = Plan::forwards(part.layout(), passes.len());
-        let mut units = Units::new(self, part, passes)?;
+        let mut units = Units::new(self, part, passes, BackwardHalf::Whole)?;
         let mut outputs = vec![None; passes.len()];
         for (instruction, next) in self.instructions(part, &plan) {
             if let Some(output) = units.infer(instruction, next, observe)? {

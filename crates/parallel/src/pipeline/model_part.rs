@@ -15,7 +15,7 @@ use crate::checksums::Shared;
 use crate::gradients::Gradients;
 use crate::layers::Head;
 use crate::params::{ParamBuilder, Parameters, is_about_released};
-use crate::pass::{ButLarge, GradientSink, Loss, Pass, WeightJobs};
+use crate::pass::{Early, InputHalf, Loss, Pass, WeightJobs};
 use crate::pipeline_layout::PipelineLayout;
 use crate::schedule::Instruction;
 
@@ -80,10 +80,8 @@ pub(super) struct StageGrad {
 pub(super) enum BackwardHalf {
     /// Both halves.
     Whole,
-    /// The input half.
-    Input,
-    /// The input half, and of the weight half what would hold more until then than the forward pass has kept.
-    InputAndLarge,
+    /// The input half, and of the weight half these.
+    Input(Early),
 }
 
 /// The weight half of a unit: of each block by its index.
@@ -500,19 +498,17 @@ impl ModelPart {
             let (result, num_collectives) = self.run("backward pass", block, next, || {
                 let (pass, params) = (&tape.pass, &self.params);
                 let mut now = gradients.of_stage(stage.index);
-                let mut but_large;
-                let sink: &mut dyn GradientSink = match half {
-                    BackwardHalf::Whole => &mut now,
-                    BackwardHalf::Input => &mut jobs,
-                    BackwardHalf::InputAndLarge => {
-                        but_large = ButLarge {
-                            waiting: &mut jobs,
-                            now: &mut now,
-                        };
-                        &mut but_large
-                    }
+                let BackwardHalf::Input(early) = half else {
+                    return block.backward(saved, upstream, pass, params, &mut now);
                 };
-                block.backward(saved, upstream, pass, params, sink)
+                let mut sink = InputHalf {
+                    waiting: &mut jobs,
+                    now: &mut now,
+                    early,
+                    // Jobs of what was computed again would keep it, which was not kept to save memory.
+                    none_waits: early.large && block.recompute == Recompute::Full,
+                };
+                block.backward(saved, upstream, pass, params, &mut sink)
             });
             let (input, loss) = match (result, of_head) {
                 (Err(err), Some(xs)) => {

@@ -14,7 +14,7 @@ use super::input_check::InputCheck;
 use super::model_part::{BackwardHalf, ModelPart};
 use super::units::Units;
 use crate::gradients::Gradients;
-use crate::pass::{Pass, PassReport};
+use crate::pass::{Early, Pass, PassReport};
 use crate::pipeline_layout::PipelineLayout;
 use crate::schedule::{Instruction, Instructions, Plan};
 
@@ -170,7 +170,7 @@ impl Pipeline {
         let passes: Vec<Pass> = passes
             .map(|pass| pass.training(scale, step, seed))
             .collect();
-        let mut units = Units::new(self, part, &passes)?;
+        let mut units = Units::new(self, part, &passes, self.input_half(part, &plan))?;
         for (instruction, next) in self.instructions(part, &plan) {
             units.train(instruction, next, gradients)?;
         }
@@ -181,13 +181,14 @@ impl Pipeline {
         Ok(report)
     }
 
-    /// What an input half computes. Replicas that add up gradients after each micro-batch would have those of later ones among them, and other
-    /// bits.
-    pub(super) fn input_half(&self, part: &ModelPart) -> BackwardHalf {
-        match self.schedule.holds_little() && !part.params().groups().shards_gradients() {
-            true => BackwardHalf::InputAndLarge,
-            false => BackwardHalf::Input,
-        }
+    /// What an input half computes. Where input halves come in another order than weight halves, gradients would be added in another order, too; replicas
+    /// that add them up after each micro-batch would have those of later ones among them.
+    fn input_half(&self, part: &ModelPart, plan: &Plan) -> BackwardHalf {
+        let is_early = plan.keeps_order() && !part.params().groups().shards_gradients();
+        BackwardHalf::Input(Early {
+            finished: is_early,
+            large: is_early && self.schedule.holds_little(),
+        })
     }
 
     /// The lists of all ranks for so many micro-batches, which were checked.

@@ -207,7 +207,7 @@ impl Graph {
             }
             if let Some(grad) = grads.remove(node) {
                 let put = move |dst: &Tensor, add| add_into(dst, add, &grad);
-                gradients.put(node, Box::new(put))?;
+                gradients.put_finished(node, Box::new(put))?;
             }
         }
         let Some(input) = input else { return Ok(None) };

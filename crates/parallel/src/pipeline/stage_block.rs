@@ -196,6 +196,11 @@ impl GradientSink for Noting<'_> {
         self.gradients.put_large(weight, grad)
     }
 
+    fn put_finished(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
+        self.put.push(weight.id());
+        self.gradients.put_finished(weight, grad)
+    }
+
     fn weight_half(&self) -> WeightHalf {
         self.gradients.weight_half()
     }

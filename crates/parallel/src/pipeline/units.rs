@@ -20,6 +20,8 @@ pub(super) struct Units<'a> {
     channels: &'a Channels,
     part: &'a ModelPart,
     passes: &'a [Pass],
+    /// What an input half computes.
+    input_half: BackwardHalf,
     /// Receives that were posted, by what they are for.
     posted: HashMap<(Unit, Message), Posted>,
     sends: Sends,
@@ -41,7 +43,12 @@ struct Posted {
 
 impl<'a> Units<'a> {
     /// For `passes`, each a micro-batch.
-    pub fn new(pipeline: &'a Pipeline, part: &'a ModelPart, passes: &'a [Pass]) -> Result<Self> {
+    pub fn new(
+        pipeline: &'a Pipeline,
+        part: &'a ModelPart,
+        passes: &'a [Pass],
+        input_half: BackwardHalf,
+    ) -> Result<Self> {
         let channels = pipeline.channels(part)?;
         channels.begin()?;
         Ok(Self {
@@ -49,6 +56,7 @@ impl<'a> Units<'a> {
             channels,
             part,
             passes,
+            input_half,
             posted: HashMap::new(),
             sends: Sends::default(),
             given: HashMap::new(),
@@ -69,7 +77,7 @@ impl<'a> Units<'a> {
     /// Posts the receive of what a unit needs.
     fn post(&mut self, unit: Unit, what: Message) -> Result<()> {
         let Some(source) = Plan::source(self.part.layout(), unit, what) else {
-            bail!("nobody sends the {what:?} of {unit:?}")
+            bail!("nobody sends the {what:?} of {unit}")
         };
         let giving = match what {
             Message::Activation => unit.stage - 1,
@@ -95,7 +103,7 @@ impl<'a> Units<'a> {
         let given = to.and_then(|to| Some((to, self.given.remove(&(to, what))?)));
         // A frozen beginning of the model has no gradient to pass on, and nobody who needs it.
         let Some((to, xs)) = given else {
-            bail!("the {what:?} of {unit:?} is not there to be sent")
+            bail!("the {what:?} of {unit} is not there to be sent")
         };
         let rank = layout.rank_of(to.stage);
         self.channels.send(&xs, rank, what, &mut self.sends)
@@ -106,15 +114,10 @@ impl<'a> Units<'a> {
         if let Some(posted) = self.posted.remove(&(unit, what)) {
             return Ok(posted.received.wait()?.pop());
         }
-        let is_end = match what {
-            Message::Activation => unit.stage == 0,
-            Message::Gradient => unit.stage + 1 == self.part.layout().num_stages(),
-        };
+        let is_end = Plan::is_end(self.part.layout(), unit, what);
         match self.given.remove(&(unit, what)) {
             None if !is_end => {
-                bail!(
-                    "the {what:?} of {unit:?} is asked for before the stage beside it has given it"
-                )
+                bail!("the {what:?} of {unit} is asked for before the stage beside it has given it")
             }
             given => Ok(given),
         }
@@ -142,10 +145,7 @@ impl<'a> Units<'a> {
             Instruction::Backward(unit) => {
                 self.backward(unit, next, gradients, BackwardHalf::Whole)
             }
-            Instruction::InputGrad(unit) => {
-                let half = self.pipeline.input_half(self.part);
-                self.backward(unit, next, gradients, half)
-            }
+            Instruction::InputGrad(unit) => self.backward(unit, next, gradients, self.input_half),
             Instruction::WeightGrad(unit) => self.weight_half(unit, gradients),
             Instruction::Send(unit, what) => self.send(unit, what),
             Instruction::Recv(unit, what) => self.post(unit, what),
@@ -184,7 +184,7 @@ impl<'a> Units<'a> {
         let upstream = self.take(unit, Message::Gradient)?;
         let timer = ComputeTimer::start();
         let Some(tape) = self.tapes.remove(&unit) else {
-            bail!("the schedule asks for the backward pass of {unit:?} before its forward pass")
+            bail!("the schedule asks for the backward pass of {unit} before its forward pass")
         };
         let part = self.part;
         let puts_off = half != BackwardHalf::Whole;
@@ -211,7 +211,7 @@ impl<'a> Units<'a> {
     fn weight_half(&mut self, unit: Unit, gradients: &mut Gradients) -> Result<()> {
         let timer = ComputeTimer::start();
         let Some(jobs) = self.jobs.remove(&unit) else {
-            bail!("the schedule asks for the weight half of {unit:?} before its input half")
+            bail!("the schedule asks for the weight half of {unit} before its input half")
         };
         let part = self.part;
         let kind = span(PassKind::WeightGrad, unit);

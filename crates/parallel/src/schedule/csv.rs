@@ -37,23 +37,26 @@ impl Plan {
     }
 
     /// The schedule of such a text. Empty cells are times in which a rank waits, and `(0F4;7B3)OVERLAP_F_B` is one instruction after the
-    /// other. In texts of earlier versions, which have `W` and no `I`, `B` is the input gradient.
+    /// other. Messages (`0SEND_F2`, `1RECV_F2`) are left out: they follow from the rest. In texts of earlier versions, which have `W` and no `I`, `B` is the input gradient.
     ///
     /// # Errors
     /// A cell that is none of these, with its row and column; stages of no rank or of several; and as for [`Self::of_lists`].
     pub fn from_csv(text: &str) -> Result<Self> {
-        let rows = text.lines().enumerate();
+        let rows = text.trim_start_matches('\u{feff}').lines().enumerate();
         let rows = rows.filter(|(_, line)| !line.trim().is_empty());
-        let lists = rows.map(|(row, line)| {
+        let (rows, lines): (Vec<usize>, Vec<&str>) = rows.unzip();
+        if rows.is_empty() {
+            bail!("there is no row of instructions; expected one for each rank");
+        }
+        let lists = rows.iter().zip(lines).map(|(row, line)| {
             let cells = line.split(',').enumerate();
             let cells = cells.filter(|(_, cell)| !cell.trim().is_empty());
             let cells = cells.map(|(column, cell)| {
-                let read = parse_cell(cell.trim());
-                match read {
+                match parse_cell(cell.trim()) {
                     Some(instructions) => Ok(instructions),
                     None => bail!(
-                        "row {}, column {}: {:?} is no instruction; expected a stage, a letter of F, I, W and B, and a micro-batch, such as \
-                         0F2, or two of these, such as (0F4;7B3)OVERLAP_F_B",
+                        "row {}, column {}: {:?} is no instruction; expected a stage, a letter of F, I, W and B, and a micro-batch below \
+                         {MAX_NUMBER}, such as 0F2, or two of these, such as (0F4;7B3)OVERLAP_F_B",
                         row + 1,
                         column + 1,
                         cell.trim()
@@ -82,8 +85,8 @@ impl Plan {
                 if known != rank {
                     bail!(
                         "row {} has the {instruction}, and row {} other work of this stage; expected each stage on one rank",
-                        rank + 1,
-                        known + 1
+                        rows[rank] + 1,
+                        rows[known] + 1
                     );
                 }
                 num_micro_batches = num_micro_batches.max(micro_batch + 1);
@@ -107,9 +110,34 @@ fn parse_cell(cell: &str) -> Option<Vec<Instruction>> {
         .strip_prefix('(')
         .and_then(|cell| cell.strip_suffix(")OVERLAP_F_B"));
     match pair {
-        Some(pair) => pair.split(';').map(parse_instruction).collect(),
-        None => Some(vec![parse_instruction(cell)?]),
+        Some(pair) => {
+            let (first, second) = pair.split_once(';')?;
+            Some(vec![parse_instruction(first)?, parse_instruction(second)?])
+        }
+        None => {
+            let is_message = ["SEND_F", "SEND_B", "RECV_F", "RECV_B"].iter().any(|word| {
+                let ends = cell.split_once(word);
+                ends.is_some_and(|(stage, micro_batch)| {
+                    number(stage).is_some() && number(micro_batch).is_some()
+                })
+            });
+            match is_message {
+                true => Some(Vec::new()),
+                false => Some(vec![parse_instruction(cell)?]),
+            }
+        }
     }
+}
+
+/// Stages and micro-batches are below this.
+const MAX_NUMBER: usize = 1 << 20;
+
+fn number(digits: &str) -> Option<usize> {
+    let is_plain = digits.bytes().all(|digit| digit.is_ascii_digit());
+    digits
+        .parse()
+        .ok()
+        .filter(|number| is_plain && *number < MAX_NUMBER)
 }
 
 fn parse_instruction(cell: &str) -> Option<Instruction> {
@@ -117,11 +145,9 @@ fn parse_instruction(cell: &str) -> Option<Instruction> {
     let (stage, rest) = cell.split_at(place);
     let mut rest = rest.chars();
     let letter = rest.next()?;
-    // A number as large as a row is long would be no schedule; it must not be one of memory either.
-    let number = |digits: &str| digits.parse::<u32>().ok().filter(|&it| it < 1 << 20);
     let unit = Unit {
-        stage: number(stage)? as usize,
-        micro_batch: number(rest.as_str())? as usize,
+        stage: number(stage)?,
+        micro_batch: number(rest.as_str())?,
     };
     match letter {
         'F' => Some(Instruction::Forward(unit)),

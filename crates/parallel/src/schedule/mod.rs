@@ -17,6 +17,9 @@ pub use plan::Plan;
 pub(crate) use plan::{Link, links};
 pub use simulation::{Simulation, StageTimes, Timed, Times};
 
+/// More stages than any model has layers.
+const MAX_STAGES: usize = 4096;
+
 /// A micro-batch in a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Unit {
@@ -24,6 +27,16 @@ pub struct Unit {
     pub stage: usize,
     /// Micro-batch of the step, from 0.
     pub micro_batch: usize,
+}
+
+impl fmt::Display for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "micro-batch {} in stage {}",
+            self.micro_batch, self.stage
+        )
+    }
 }
 
 /// What passes between stages.
@@ -88,8 +101,7 @@ impl fmt::Display for Instruction {
             Self::Recv(_, Message::Activation) => "receive of the input",
             Self::Recv(_, Message::Gradient) => "receive of the gradient",
         };
-        let Unit { stage, micro_batch } = self.unit();
-        write!(f, "{what} of micro-batch {micro_batch} in stage {stage}")
+        write!(f, "{what} of {}", self.unit())
     }
 }
 
@@ -103,8 +115,9 @@ pub enum Schedule {
     /// One forward, one backward (PipeDream-Flush, arXiv:2104.04473, section 2.2): rank r of p holds the activations of at
     /// most min(p - r, m) of m micro-batches. With several stages on a rank interleaved 1F1B (the same, section 2.2).
     OneForwardOneBackward,
-    /// ZB-H1 (arXiv:2401.10241): weight gradients wait until a rank would be idle, and no rank holds more than p micro-batches: those that would
-    /// keep more than the forward pass has kept do not wait. With several stages on a rank its interleaved form.
+    /// ZB-H1 (arXiv:2401.10241): weight gradients wait until a rank would be idle, and no rank has more than p micro-batches under way if p divides
+    /// their number. Gradients that would keep more than the forward pass has kept do not wait, and none of blocks that are computed again. With
+    /// several stages on a rank its interleaved form.
     ZeroBubbleH1,
     /// ZB-2p (the same, ZB-H2): more forward passes ahead, up to 2p - 1 micro-batches on a rank. Its last stages begin to work on a step
     /// before the first ones have ended the one before only if that need not be awaited: here it must.
@@ -164,7 +177,12 @@ impl Schedule {
                 self.name()
             );
         }
-        let num_stages = num_ranks * virtual_stages;
+        let num_stages = num_ranks.saturating_mul(virtual_stages);
+        if num_stages > MAX_STAGES {
+            bail!(
+                "{num_ranks} ranks of a pipeline with {virtual_stages} stages each; expected {MAX_STAGES} stages or fewer"
+            );
+        }
         let rank_of = |stage: usize| match self {
             Self::ZeroBubbleV | Self::DualPipeV if stage >= num_ranks => num_stages - 1 - stage,
             _ => stage % num_ranks.max(1),

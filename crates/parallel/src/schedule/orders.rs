@@ -42,7 +42,8 @@ pub(super) fn of_rank(
         Schedule::ZeroBubble2p => in_turns(|after| 2 * after, Some(2 * rank)),
         Schedule::ZeroBubbleV => zero_bubble_v(&stages, p, rank, m),
         Schedule::DualPipeV if m < 2 * p => bail!(
-            "the schedule {} on {p} ranks with {m} micro-batches; expected {} or more",
+            "the schedule {} needs two micro-batches for each rank: {} or more for pp {p}, got {m}\nhint: a larger global batch, smaller \
+             micro-batches, or the schedule zbv",
             schedule.name(),
             2 * p
         ),

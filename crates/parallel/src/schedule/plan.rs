@@ -13,7 +13,11 @@ pub struct Plan {
     layout: PipelineLayout,
     num_micro_batches: usize,
     ranks: Vec<Vec<Instruction>>,
+    keeps_order: bool,
 }
+
+/// Units of a step, at most: lists of more are a slip of the keyboard, and take all memory.
+const MAX_UNITS: usize = 1 << 21;
 
 /// What an end of a channel was asked to do: to send or to receive what a unit needs.
 #[derive(Clone, Copy)]
@@ -36,6 +40,12 @@ impl Plan {
         layout: &PipelineLayout,
         num_micro_batches: usize,
     ) -> Result<Self> {
+        if layout.num_stages().saturating_mul(num_micro_batches) > MAX_UNITS {
+            bail!(
+                "{num_micro_batches} micro-batches in each of {} stages; expected {MAX_UNITS} or fewer together",
+                layout.num_stages()
+            );
+        }
         let ranks = 0..layout.num_ranks();
         let ranks = ranks.map(|rank| schedule.of_rank(layout, rank, num_micro_batches));
         Self::of_lists(layout, num_micro_batches, ranks.collect::<Result<_>>()?)
@@ -51,10 +61,11 @@ impl Plan {
         num_micro_batches: usize,
         ranks: Vec<Vec<Instruction>>,
     ) -> Result<Self> {
-        let plan = Self {
+        let mut plan = Self {
             layout: layout.clone(),
             num_micro_batches,
             ranks,
+            keeps_order: true,
         };
         if plan.ranks.len() != layout.num_ranks() {
             bail!(
@@ -66,6 +77,7 @@ impl Plan {
         for rank in 0..plan.ranks.len() {
             plan.check_rank(rank)?;
         }
+        plan.keeps_order = plan.ranks.iter().all(|list| is_in_order(list));
         plan.check_order_of_messages()?;
         plan.check_ends(1, |link| link)?;
         Ok(plan)
@@ -84,6 +96,7 @@ impl Plan {
             layout: layout.clone(),
             num_micro_batches,
             ranks: (0..layout.num_ranks()).map(of_rank).collect(),
+            keeps_order: true,
         }
     }
 
@@ -100,6 +113,11 @@ impl Plan {
     /// What each rank computes.
     pub fn ranks(&self) -> &[Vec<Instruction>] {
         &self.ranks
+    }
+
+    /// Whether the input halves of each stage come in the order of the micro-batches.
+    pub(crate) fn keeps_order(&self) -> bool {
+        self.keeps_order
     }
 
     /// The most units whose activations a rank holds at once: from the forward pass to the end of the backward pass, in
@@ -163,7 +181,7 @@ impl Plan {
             let unit = instruction.unit();
             let needs = instruction.input();
             let needs = needs.filter(|&what| Self::source(layout, unit, what).is_some());
-            let num_wanted = ahead + usize::from(needs.is_some());
+            let num_wanted = ahead.saturating_add(usize::from(needs.is_some()));
             while num_posted < num_wanted
                 && let Some(recv) = recvs.pop_front()
             {
@@ -211,7 +229,9 @@ impl Plan {
         for &instruction in &self.ranks[rank] {
             let unit = instruction.unit();
             let before = last.insert(unit, instruction);
-            if !own.contains(&unit.stage) {
+            let is_own =
+                unit.stage < self.layout.num_stages() && self.layout.rank_of(unit.stage) == rank;
+            if !is_own {
                 bail!(
                     "the schedule has the {instruction} on rank {rank} of the pipeline; expected units of its stages, {own:?}"
                 );
@@ -272,14 +292,13 @@ impl Plan {
             let needed = units(to).filter(|&unit| Self::source(layout, unit, what) == Some(from));
             let mut pairs = sent.zip(needed);
             if let Some((sent, needed)) = pairs.find(|(sent, needed)| sent != needed) {
-                let words = |unit: Unit| {
-                    format!("micro-batch {} in stage {}", unit.micro_batch, unit.stage)
+                let what = match what {
+                    Message::Activation => "the input",
+                    Message::Gradient => "the gradient",
                 };
                 bail!(
-                    "the schedule has rank {from} of the pipeline send to rank {to} in another order than this one needs it: {what:?} for \
-                     {} first, which {} needs its before",
-                    words(sent),
-                    words(needed)
+                    "the schedule has rank {from} of the pipeline send to rank {to} in another order than this one needs it: {what} of {sent}, \
+                     where it needs that of {needed} first"
                 );
             }
         }
@@ -299,6 +318,7 @@ impl Plan {
         channel_of: impl Fn((usize, usize, Message)) -> C,
     ) -> Result<()> {
         let (layout, num_ranks) = (&self.layout, self.ranks.len());
+        let links = links(layout);
         let lists: Vec<_> = (0..num_ranks)
             .map(|rank| self.with_messages(rank, ahead))
             .collect();
@@ -333,7 +353,9 @@ impl Plan {
                         queues.entry((rank, channel)).or_default().push_back(asked);
                     }
                     let needs = instruction.input().map(|what| (unit, what));
-                    if needs.is_some_and(|it| !self.is_end(it) && !here.contains(&it)) {
+                    if needs
+                        .is_some_and(|it| !Self::is_end(layout, it.0, it.1) && !here.contains(&it))
+                    {
                         break;
                     }
                     // What a stage gives to another one of its rank needs no channel.
@@ -347,7 +369,7 @@ impl Plan {
                     has_moved = true;
                 }
             }
-            for link in links(layout) {
+            for &link in &links {
                 let ends = [link.0, link.1].map(|rank| (rank, channel_of(link)));
                 loop {
                     let [sent, wanted] = [0, 1].map(|end| queues.get(&ends[end])?.front().copied());
@@ -373,10 +395,10 @@ impl Plan {
             let instruction = lists[rank].get(next[rank])?;
             Some(format!("rank {rank} before the {instruction}"))
         });
-        let waiting: Vec<String> = waiting.collect();
+        let waiting: Vec<String> = waiting.take(4).collect();
         if !waiting.is_empty() {
             bail!(
-                "the schedule does not come to its end: ranks of the pipeline wait for each other, {}",
+                "the schedule does not come to its end: ranks of the pipeline wait for what nobody gives them, {}",
                 waiting.join(", ")
             );
         }
@@ -384,12 +406,26 @@ impl Plan {
     }
 
     /// Whether a unit needs nothing of that kind, as it is at the model's beginning or end.
-    pub(super) fn is_end(&self, (unit, what): (Unit, Message)) -> bool {
+    pub(crate) fn is_end(layout: &PipelineLayout, unit: Unit, what: Message) -> bool {
         match what {
             Message::Activation => unit.stage == 0,
-            Message::Gradient => unit.stage + 1 == self.layout.num_stages(),
+            Message::Gradient => unit.stage + 1 == layout.num_stages(),
         }
     }
+}
+
+/// Whether backward passes of each stage come in the order of the micro-batches.
+fn is_in_order(list: &[Instruction]) -> bool {
+    let mut next = HashMap::new();
+    let backward = list.iter().filter_map(|instruction| match instruction {
+        Instruction::Backward(unit) | Instruction::InputGrad(unit) => Some(*unit),
+        _ => None,
+    });
+    backward.into_iter().all(|Unit { stage, micro_batch }| {
+        let next = next.entry(stage).or_insert(0);
+        *next += 1;
+        micro_batch + 1 == *next
+    })
 }
 
 /// The ways on which messages go between ranks.

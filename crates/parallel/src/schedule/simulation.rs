@@ -53,8 +53,13 @@ pub struct Simulation {
 impl Times {
     /// The same times for each rank of `layout`, divided evenly between its stages.
     pub fn even(of_rank: StageTimes, layout: &PipelineLayout) -> Self {
+        let mut num_stages = vec![0; layout.num_ranks()];
+        layout
+            .ranks()
+            .iter()
+            .for_each(|&rank| num_stages[rank] += 1);
         let of_stage = |rank: &usize| {
-            let num_stages = layout.stages_of(*rank).count() as f64;
+            let num_stages = f64::from(num_stages[*rank]);
             StageTimes {
                 forward: of_rank.forward / num_stages,
                 input_grad: of_rank.input_grad / num_stages,
@@ -116,7 +121,7 @@ impl Plan {
                     let unit = instruction.unit();
                     let needs = instruction
                         .input()
-                        .filter(|&what| !self.is_end((unit, what)));
+                        .filter(|&what| !Self::is_end(layout, unit, what));
                     let is_free = done.last().map_or(0.0, |timed| timed.end);
                     let start = match needs.map(|what| here.get(&(unit, what))) {
                         None => is_free,

@@ -278,7 +278,7 @@ fn fewer_channels_end_in_waiting() {
         if let Err(err) = merged {
             let said = err.to_string();
             assert!(
-                said.contains("ranks of the pipeline wait for each other, rank "),
+                said.contains("ranks of the pipeline wait for what nobody gives them, rank "),
                 "{said}"
             );
         }
@@ -374,7 +374,7 @@ fn swapped_instructions_are_refused() {
         list.sort_by_key(|it| matches!(it, Backward(_)))
     });
     assert!(
-        said.contains("ranks of the pipeline wait for each other"),
+        said.contains("ranks of the pipeline wait for what nobody gives them"),
         "{said}"
     );
 }
@@ -566,7 +566,13 @@ fn a_csv_that_is_no_schedule_is_an_error_with_its_place() {
             "row 2 has the forward pass of micro-batch 1 in stage 0, and row 1",
         ),
         ("0F0,0B0\n2F0,2B0", "no row has work of stage 1"),
-        ("", "expected for each stage"),
+        ("", "there is no row of instructions"),
+        (
+            "\n0F0,0B0\n\n0F1,0B1",
+            "row 4 has the forward pass of micro-batch 1 in stage 0, and row 2",
+        ),
+        ("(0F0;0B0;0F1;0B1)OVERLAP_F_B", "row 1, column 1"),
+        ("0F0,0SEND_F+1", "row 1, column 2"),
         (
             "0F0,0B0,0F2,0B2",
             "does not have the forward pass of micro-batch 1",
@@ -608,7 +614,7 @@ fn numbers_that_a_schedule_is_not_made_for_are_errors_with_the_next_that_it_is()
     let v_form = layout(Schedule::DualPipeV, 4, 2);
     let said = message(Plan::new(&Schedule::DualPipeV, &v_form, 7));
     assert!(
-        said.contains("on 4 ranks with 7 micro-batches; expected 8 or more"),
+        said.contains("needs two micro-batches for each rank: 8 or more for pp 4, got 7\nhint: "),
         "{said}"
     );
     let said = message(Plan::new(&Schedule::ZeroBubbleV, &layout(H1, 4, 2), 7));

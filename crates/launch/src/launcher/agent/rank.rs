@@ -39,6 +39,10 @@ impl Rank {
     pub(super) fn start(plan: &HostPlan, local_rank: usize) -> Result<Self> {
         let number = plan.first_rank + local_rank;
         let mut command = Command::new(own_program());
+        if std::env::var_os("CUDA_DEVICE_MAX_CONNECTIONS").is_none() {
+            // A pipeline's channels are streams of a GPU. With CUDA's 8 queues some would share one, and wait for each other.
+            command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
+        }
         command
             .arg("rank")
             .arg(std::process::id().to_string())
