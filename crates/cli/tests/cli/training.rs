@@ -172,6 +172,7 @@ fn metrics_are_one_object_a_step() {
             "num_positions",
             "num_tokens",
             "padding",
+            "pipeline",
             "positions_per_sec",
             "run",
             "skipped_steps",
