@@ -74,7 +74,10 @@ pub(crate) fn draw_schedule(
             unit: Some(timed.instruction.unit()),
         });
         Rank {
-            name: format!("rank {rank} (stages {})", comma_list(&stages)),
+            name: match stages[..] {
+                [stage] => format!("rank {rank} (stage {stage})"),
+                _ => format!("rank {rank} (stages {})", comma_list(&stages)),
+            },
             computing: [idle].into_iter().chain(passes).collect(),
             ..Rank::default()
         }
