@@ -39,8 +39,8 @@ MODEL = {
 }
 
 
-def run(example, flags):
-    command = [f"target/release/examples/{example}"]
+def run(example, flags, launcher=()):
+    command = [*launcher, f"target/release/examples/{example}"]
     for flag, value in flags.items():
         command += [flag] + ([str(part) for part in value] if isinstance(value, list) else [str(value)])
     done = subprocess.run([part for part in command if part != ""], stdout=subprocess.PIPE, text=True, check=True)
@@ -69,7 +69,10 @@ def percent(share):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="steps to measure (%(default)s)")
+    parser.add_argument("--mpi", action="store_true", help="count activations of ranks that are processes, which needs --features mpi")
     args = parser.parse_args()
+    launcher = ["mpirun", "--oversubscribe", "-n", str(RANKS), "-x", "RAYON_NUM_THREADS=1"] if args.mpi else []
+    of_ranks = {"--backend": "mpi"} if args.mpi else {"--threads": RANKS}
     has_cores = (os.cpu_count() or 1) >= RANKS
     # zb-h1 computes some gradients of weights with those of inputs.
     of_halves = {("zb-h1", 1): "zb-h1", ("zb-h1", 2): "zb-h1", ("others", 1): "zb-2p", ("others", 2): "zbv"}
@@ -91,8 +94,8 @@ def main():
         flags |= {"--steps": args.steps, "--stage-secs": ",".join(f"{secs:.6f}" for secs in times_of(schedule, virtual_stages))}
         sleeping = run("bench_pipeline", flags)
         flags = MODEL | layout(schedule, virtual_stages)
-        flags |= {"--pp": RANKS, "--batch-size": MICRO_BATCHES, "--micro-batch-size": 1, "--threads": RANKS, "--steps": 2}
-        trained = run("bench_train", flags)
+        flags |= {"--pp": RANKS, "--batch-size": MICRO_BATCHES, "--micro-batch-size": 1, "--steps": 2} | of_ranks
+        trained = run("bench_train", flags, launcher)
         mean = lambda shares: sum(shares) / len(shares)
         rows.append({
             "name": (schedule, virtual_stages),

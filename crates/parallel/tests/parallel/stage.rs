@@ -5,8 +5,8 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::{
-    Block, Gradients, Loss, ModelPart, ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock,
-    PlainHead, Schedule, plain_block, plain_head, stage_blocks,
+    Block, BlockCosts, Gradients, Loss, ModelPart, ParamBuilder, ParamStore, Pass, Pipeline,
+    PipelineLayout, PlainBlock, PlainHead, Schedule, plain_block, plain_head, stage_blocks,
 };
 
 use crate::chain::{Chain, HIDDEN, Values, gather_gradients};
@@ -213,4 +213,59 @@ fn blocks_are_divided_and_too_many_stages_are_an_error() {
     }
     let said = message(stage_blocks(5, 0, 4));
     assert_says(&said, &["pp(4)", "layers(3)", "pp <= 3"]);
+}
+
+/// All ways to give `num_layers` to stages, one or more to each.
+fn ways(num_layers: usize, num_stages: usize) -> Vec<Vec<usize>> {
+    if num_stages == 1 {
+        return vec![vec![num_layers]];
+    }
+    let firsts = 1..=num_layers + 1 - num_stages;
+    let all = firsts.flat_map(|first| {
+        let rest = ways(num_layers - first, num_stages - 1).into_iter();
+        rest.map(move |rest| [vec![first], rest].concat())
+    });
+    all.collect()
+}
+
+#[test]
+fn no_other_layout_has_a_rank_with_less_to_do_than_the_balanced_one() {
+    for (p, v, schedule) in [
+        (2, 1, Schedule::OneForwardOneBackward),
+        (4, 1, Schedule::OneForwardOneBackward),
+        (2, 2, Schedule::ZeroBubbleH1),
+        (2, 2, Schedule::ZeroBubbleV),
+        (3, 2, Schedule::ZeroBubbleV),
+    ] {
+        let ranks = schedule.placement(p, v).unwrap();
+        for num_layers in p * v..p * v + 7 {
+            for (first, last) in [(0.0, 0.0), (0.3, 1.7), (0.1, 5.5), (2.5, 0.4)] {
+                let costs = BlockCosts {
+                    first,
+                    layer: 1.0,
+                    last,
+                };
+                let slowest = |layers: &[usize]| {
+                    let mut of_ranks = vec![0.0; p];
+                    for (layers, rank) in layers.iter().zip(&ranks) {
+                        of_ranks[*rank] += *layers as f64;
+                    }
+                    of_ranks[ranks[0]] += first;
+                    of_ranks[ranks[ranks.len() - 1]] += last;
+                    of_ranks.into_iter().fold(0.0, f64::max)
+                };
+                let layout = PipelineLayout::balanced(num_layers, &ranks, &costs).unwrap();
+                let layers = layout.num_layers();
+                assert_eq!(layers.iter().sum::<usize>(), num_layers);
+                assert!(layers.iter().all(|layers| *layers > 0));
+                let best = ways(num_layers, ranks.len());
+                let best = best.iter().map(|layers| slowest(layers));
+                let best = best.fold(f64::INFINITY, f64::min);
+                assert!(
+                    slowest(&layers) < best + 1e-9,
+                    "{ranks:?} {costs:?} {layers:?} {best}"
+                );
+            }
+        }
+    }
 }
