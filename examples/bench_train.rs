@@ -54,10 +54,10 @@ use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_ops::{AttentionCode, GpuSettings, GpuState, MatmulPrecision, Profile};
 use candle_parallel::checkpoint::CheckpointSaver;
-use candle_parallel::{LossScaling, MemoryReport, ParamStore};
+use candle_parallel::{LossScaling, MemoryReport, ParamStore, PipelineRank};
 use candle_train::{
-    BatchConfig, Batches, Checkpoints, DataPosition, LrSchedule, PipelineRank, SampleConfig,
-    Samples, StepTimes, Tokens, TrainConfig, Trainer, TrainingRecord,
+    BatchConfig, Batches, Checkpoints, DataPosition, LrSchedule, SampleConfig, Samples, StepTimes,
+    Tokens, TrainConfig, Trainer, TrainingRecord,
 };
 use candle_train_cli::{
     Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_as_rank,

@@ -1,4 +1,4 @@
-//! How much memory a program and each of its threads have asked for, without what its allocator keeps in reserve.
+//! How much memory a program and each of its ranks have asked for, without what its allocator keeps in reserve.
 
 #![allow(unsafe_code)]
 
@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use candle_comm::MIN_ADOPTED_BYTES;
+use candle_comm::{MIN_ADOPTED_BYTES, allocated_of_rank};
 use candle_train::LESS_MEMORY_HINT;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -24,9 +24,19 @@ const MIN_SIZE: usize = MIN_ADOPTED_BYTES;
 /// For `#[global_allocator]`: counts the bytes of blocks of 4 KiB or more that `A` has given and not got back.
 pub struct CountingAllocator<A>(pub A);
 
-/// Bytes that the calling thread has been given, less those that it gave back, whoever had asked for them.
-pub(crate) fn thread_allocated_bytes() -> i64 {
-    OF_THREAD.get()
+/// Bytes that the threads of the calling rank have been given, less those that they gave back, whoever had asked for them; outside of a rank those
+/// of the thread.
+pub(crate) fn rank_allocated_bytes() -> i64 {
+    allocated_of_rank().map_or_else(|| OF_THREAD.get(), |bytes| bytes.load(Ordering::Relaxed))
+}
+
+fn add_to_rank(size: i64) {
+    match allocated_of_rank() {
+        Some(bytes) => {
+            bytes.fetch_add(size, Ordering::Relaxed);
+        }
+        None => OF_THREAD.set(OF_THREAD.get() + size),
+    }
 }
 
 /// Bytes that the process has been given and not given back.
@@ -56,14 +66,14 @@ fn gained(size: usize) {
     if size >= MIN_SIZE {
         let live = LIVE.fetch_add(size, Ordering::Relaxed) + size;
         PEAK.fetch_max(live, Ordering::Relaxed);
-        OF_THREAD.set(OF_THREAD.get() + size as i64);
+        add_to_rank(size as i64);
     }
 }
 
 fn lost(size: usize) {
     if size >= MIN_SIZE {
         LIVE.fetch_sub(size, Ordering::Relaxed);
-        OF_THREAD.set(OF_THREAD.get() - size as i64);
+        add_to_rank(-(size as i64));
     }
 }
 
@@ -124,7 +134,7 @@ pub(crate) fn peak_bytes_of(work: impl FnOnce()) -> usize {
 mod tests {
     use std::sync::Mutex;
 
-    use super::{peak_allocated_bytes, thread_allocated_bytes};
+    use super::{peak_allocated_bytes, rank_allocated_bytes};
 
     /// Of those who allocate much and look at the peak.
     pub(super) static ALONE: Mutex<()> = Mutex::new(());
@@ -134,8 +144,8 @@ mod tests {
     fn blocks_count_on_their_thread_while_they_live_however_they_came_and_grew() {
         const SIZE: usize = 64 << 20;
         let _alone = ALONE.lock().unwrap();
-        let before = thread_allocated_bytes();
-        let gained = || thread_allocated_bytes() - before;
+        let before = rank_allocated_bytes();
+        let gained = || rank_allocated_bytes() - before;
         let mut grown: Vec<u8> = Vec::with_capacity(SIZE / 2);
         grown.reserve_exact(SIZE);
         let zeroed = vec![0u64; SIZE / 8];
@@ -143,7 +153,7 @@ mod tests {
         assert!(peak_allocated_bytes() >= 2 * SIZE);
         let of_other = std::thread::spawn(move || {
             drop(zeroed);
-            thread_allocated_bytes()
+            rank_allocated_bytes()
         });
         assert_eq!(of_other.join().unwrap(), -(SIZE as i64));
         assert_eq!(gained(), 2 * SIZE as i64);

@@ -10,7 +10,7 @@ use candle_parallel::count_memory_with;
 use clap::Args;
 
 use crate::choices::MatmulPrecisionChoice;
-use crate::counting_allocator::{allocated_bytes, thread_allocated_bytes};
+use crate::counting_allocator::{allocated_bytes, rank_allocated_bytes};
 use crate::number::whole;
 
 /// Flags about ranks.
@@ -111,7 +111,7 @@ impl RankArgs {
         }
         // A rank that has its process for itself may allocate and free on all of its threads.
         count_memory_with(match (backend, degrees.world_size()) {
-            (Backend::Local, Some(2..)) => thread_allocated_bytes,
+            (Backend::Local, Some(2..)) => rank_allocated_bytes,
             _ => allocated_bytes,
         });
         Ok(RunConfig {
@@ -176,7 +176,7 @@ impl RankArgs {
             );
         }
         count_memory_with(match num_processes {
-            1 => thread_allocated_bytes,
+            1 => rank_allocated_bytes,
             _ => allocated_bytes,
         });
         let config = RunConfig::of_mailboxes(env, degrees);

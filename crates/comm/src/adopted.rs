@@ -1,6 +1,7 @@
 //! Memory that one thread allocates and another one frees: what operations between ranks that are threads give.
 
 use std::cell::Cell;
+use std::sync::atomic::AtomicI64;
 
 use candle_core::{DType, Device, Tensor};
 
@@ -9,13 +10,25 @@ pub const MIN_ADOPTED_BYTES: usize = 4096;
 
 thread_local! {
     static ADOPTED: Cell<i64> = const { Cell::new(0) };
+    static OF_RANK: Cell<Option<&'static AtomicI64>> = const { Cell::new(None) };
+}
+
+/// Where a program's allocator may add up what the threads of the calling rank have allocated and not freed: what one of them allocates
+/// another one frees. `None` on a thread of no rank. It allocates nothing.
+pub fn allocated_of_rank() -> Option<&'static AtomicI64> {
+    OF_RANK.get()
+}
+
+/// Has the calling thread allocate for a rank from now on.
+pub(crate) fn allocate_for(rank: &'static AtomicI64) {
+    OF_RANK.set(Some(rank));
 }
 
 /// Bytes of the tensors that other threads have allocated for the calling one, which frees them, or will when their operation
 /// is over, less those that it has allocated for others; tensors below [`MIN_ADOPTED_BYTES`] are left out.
 ///
 /// The rank that comes last to a collective of ranks that are threads, or a thread in the background, allocates the results of all,
-/// and a sender the message. What an allocator counts by thread is right for a rank with this added to it.
+/// and a sender the message. What an allocator counts in [`allocated_of_rank`] is right for a rank with this added to it.
 pub fn adopted_bytes() -> i64 {
     ADOPTED.get()
 }

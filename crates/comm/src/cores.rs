@@ -3,11 +3,13 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
+use std::sync::atomic::AtomicI64;
 
 use candle_core::{Device, Result};
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
 use crate::Error;
+use crate::adopted::allocate_for;
 use crate::device::make_current;
 
 /// How many threads candle has for large elementwise operations, all ranks of a process together.
@@ -32,12 +34,17 @@ pub(crate) fn pool_of_rank(
     device: &Device,
 ) -> std::result::Result<ThreadPool, ThreadPoolBuildError> {
     let device = device.clone();
+    // Eight bytes of each pool stay, as blocks of memory outlive it.
+    let allocated: &'static AtomicI64 = Box::leak(Box::default());
     ThreadPoolBuilder::new()
         .num_threads(num_threads.max(1))
         .thread_name(move |_| format!("rank-{rank}"))
         .stack_size(STACK_BYTES)
-        // If it fails it does so on the rank's main thread too, which says it.
-        .start_handler(move |_| drop(make_current(&device)))
+        .start_handler(move |_| {
+            allocate_for(allocated);
+            // If it fails it does so on the rank's main thread too, which says it.
+            drop(make_current(&device));
+        })
         .build()
 }
 

@@ -55,7 +55,7 @@ mod single;
 pub mod trace;
 mod watch;
 
-pub use adopted::{MIN_ADOPTED_BYTES, adopted_bytes};
+pub use adopted::{MIN_ADOPTED_BYTES, adopted_bytes, allocated_of_rank};
 pub use backend::Backend;
 pub use candle_launch::{Fingerprint, RankEnv};
 pub use choices::{HalfSums, MpiReduction};

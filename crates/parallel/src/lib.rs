@@ -124,7 +124,9 @@ pub use params::{
     CatalogEntry, DataParallel, Holder, Param, ParamBuilder, ParamStore, Parameters, PlannedParam,
     ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage, planned_memory,
 };
-pub use pass::{GradientSink, KeyValueCache, Loss, Pass, PassReport, WeightGrad, WeightHalf};
+pub use pass::{
+    GradientSink, KeyValueCache, Loss, Pass, PassReport, PipelineRank, WeightGrad, WeightHalf,
+};
 pub use pipeline::{
     Block, EvalSums, ModelPart, Pipeline, PlainBlock, PlainHead, Recompute, head_block,
     layer_block, pack, plain_block, plain_head, unpack,

@@ -77,7 +77,7 @@ pub use record_error::RecordError;
 pub use sample_config::SampleConfig;
 pub use sampler::{Sampler, SamplingConfig};
 pub use samples::{Sample, Samples};
-pub use step_metrics::{PipelineRank, StepMetrics};
+pub use step_metrics::StepMetrics;
 pub use step_times::StepTimes;
 pub use tensorboard::TensorBoard;
 pub use tokenizer::Tokenizer;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::parameter_server::Staleness;
-use candle_parallel::MemoryReport;
+use candle_parallel::{MemoryReport, PipelineRank};
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// Numbers of one optimizer step, over all ranks.
@@ -68,17 +68,6 @@ pub struct StepMetrics {
     pub reported: BTreeMap<String, f64>,
     /// Bytes that this rank holds after the step, and the most since the run began.
     pub memory: MemoryReport,
-}
-
-/// What a rank of a pipeline does in the passes of a step.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct PipelineRank {
-    /// The share of the time from the first pass of all ranks to the last in which it computes nothing; `None` on GPUs, whose time the host
-    /// does not know, unless [`Trainer::with_device_times`](crate::Trainer::with_device_times) asks for it.
-    pub idle_share: Option<f64>,
-    /// The most bytes of activations since the run began: see [`MemoryCategory::Activations`](candle_parallel::MemoryCategory::Activations).
-    pub peak_activations_bytes: u64,
 }
 
 impl StepMetrics {

@@ -42,7 +42,6 @@ pub enum TrainEvent<'a> {
 pub struct Trainer {
     config: TrainConfig,
     world: ProcessGroup,
-    pp: ProcessGroup,
     part: ModelPart,
     pipeline: Pipeline,
     source: GradientSource,
@@ -203,7 +202,6 @@ impl Trainer {
             source,
             optimizer,
             world: mesh.world.clone(),
-            pp: mesh.pp.clone(),
             config,
             part,
             step: 0,

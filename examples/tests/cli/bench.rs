@@ -335,8 +335,12 @@ fn the_meter_counts_what_waiting_weight_gradients_keep() {
     };
     let of_layer = |values: usize| (4 * tokens * (layers * values + hidden)) as f64;
     let (forward, waiting) = (peak("1f1b"), peak("zb-2p"));
-    let of_formula = forward / of_layer(6 * hidden + 2 * mlp);
-    assert!((0.9..1.3).contains(&of_formula), "{of_formula}");
-    assert!(waiting > 2.5 * forward, "{waiting} {forward}");
-    assert!(waiting <= 3.0 * of_layer(8 * hidden + 3 * mlp), "{waiting}");
+    for (measured, formula) in [
+        (forward, of_layer(6 * hidden + 2 * mlp)),
+        // What three micro-batches wait with.
+        (waiting, 3.0 * of_layer(8 * hidden + 3 * mlp)),
+    ] {
+        let of_formula = measured / formula;
+        assert!((0.98..1.05).contains(&of_formula), "{of_formula}");
+    }
 }

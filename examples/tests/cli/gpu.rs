@@ -121,9 +121,21 @@ fn a_step_waits_for_the_loss_and_for_what_ranks_must_have_alike() {
             let program = bench().flag("--dtype", dtype).flag("--batch-size", 4);
             let flags = layout.iter();
             let program = flags.fold(program, |program, (flag, value)| program.flag(flag, value));
-            if measured(&program.clone().flag("--steps", 1)).is_none() {
+            let Some(line) = measured(&program.clone().flag("--steps", 1)) else {
                 return;
-            }
+            };
+            // Of the step before, by the GPUs' own clocks.
+            let pipeline = line["pipeline"].as_array().unwrap();
+            let idle = pipeline.iter().map(|rank| rank["idle_share"].as_f64());
+            assert!(
+                idle.flatten()
+                    .filter(|idle| (0.0..1.0).contains(idle))
+                    .count()
+                    == pipeline.len(),
+                "{line}"
+            );
+            let is_pipeline = layout.contains(&("--pp", 2));
+            assert_eq!(pipeline.len(), if is_pipeline { 2 } else { 0 });
             let per_step = num_waits(&program, 2) - num_waits(&program, 1);
             assert_eq!(per_step, waits_of_rank * num_ranks, "{dtype}, {layout:?}");
         }

@@ -9,7 +9,7 @@ use super::reduce::Reductions;
 use crate::checksums::{Checksums, Shared};
 use crate::memory::MemoryCategory;
 use crate::params::{Bucket, FlatBuffer, Parameters};
-use crate::pass::{GradientSink, PassReport, Reported, WeightGrad};
+use crate::pass::{GradientSink, Occupation, PassReport, Reported, WeightGrad};
 
 /// Gradients of the trainable parameters of a rank, in f32, in flat buckets.
 ///
@@ -54,6 +54,7 @@ pub(super) struct Totals {
     /// Sums of squares, of how far this rank's sums of copies' gradients were from the first rank's, and of those; where ranks need not
     /// come to the same bits.
     pub distance: Option<[Tensor; 2]>,
+    pub occupation: Option<Occupation>,
 }
 
 impl Gradients {
@@ -118,6 +119,8 @@ impl Gradients {
             let known = totals.reported.entry(name.clone()).or_default();
             *known = known.plus(*reported);
         }
+        let occupation = [totals.occupation, passes.occupation].into_iter();
+        totals.occupation = occupation.flatten().reduce(Occupation::plus);
         Ok(())
     }
 

@@ -17,7 +17,7 @@ use super::transfer::Sum;
 use crate::agreement::{Comparison, Facts};
 use crate::memory::MemoryCategory;
 use crate::params::{Bucket, FlatBuffer, Parameters, Sharing, Slot};
-use crate::pass::Reported;
+use crate::pass::{PipelineRank, Reported};
 use crate::placement::{intersect, joined};
 
 /// Reductions under way.
@@ -50,6 +50,9 @@ const NUM_COMPARED: usize = 3;
 
 /// Numbers that a step sums over all ranks.
 const NUM_SUMS: usize = 7;
+
+/// Numbers of each rank of a pipeline that come with them.
+const NUM_OF_RANK: usize = 3;
 
 /// Divided buckets that are whole on this rank while they are summed, at most; one more is being written to. One that several blocks
 /// write to is whole from the first write until the backward pass of its first block.
@@ -227,7 +230,7 @@ impl Gradients {
             copies: self.compared_copies(&reduced)?,
             update: self.compared_update(update),
         };
-        let sums = self.sums(squares, &compared)?;
+        let (sums, pipeline) = self.sums(squares, &compared)?;
         self.judge(&reduced, &sums, update)?;
         let [
             squares,
@@ -265,6 +268,7 @@ impl Gradients {
             loss,
             metrics,
             is_asked_to_stop: num_asking > 0.0,
+            pipeline,
             is_compared: update.is_some(),
         })
     }
@@ -309,8 +313,13 @@ impl Gradients {
         Ok(())
     }
 
-    /// Sums over all ranks, on the host: of squares, of losses, of targets, of ranks that ask to stop, and of what is compared.
-    fn sums(&self, squares: Tensor, compared: &Compared) -> Result<[f64; NUM_SUMS]> {
+    /// Sums over all ranks, on the host: of squares, of losses, of targets, of ranks that ask to stop, and of what is compared. With them comes what
+    /// the ranks of the first pipeline have done, each of which has places of its own.
+    fn sums(
+        &self,
+        squares: Tensor,
+        compared: &Compared,
+    ) -> Result<([f64; NUM_SUMS], Vec<PipelineRank>)> {
         let zero = Tensor::zeros(1, DType::F64, self.mesh.world.device())?;
         let totals = &self.totals;
         // The ranks of a replica have the same targets, and those of its last stage the same loss.
@@ -336,7 +345,7 @@ impl Gradients {
         let num_asking = filled(f64::from(u8::from(totals.asks_to_stop)))?;
         let num_reported = filled(totals.reported.len() as f64)?;
         let (copies, update) = (filled(compared.copies)?, filled(compared.update)?);
-        let sums = [
+        let mut sums = vec![
             squares,
             loss_sum,
             num_targets,
@@ -345,16 +354,42 @@ impl Gradients {
             copies,
             update,
         ];
+        for numbers in self.of_pipeline_ranks() {
+            let numbers = numbers.into_iter().map(filled);
+            sums.extend(numbers.collect::<Result<Vec<_>>>()?);
+        }
         let sums = Tensor::cat(&sums, 0)?;
         let sums = self.mesh.world.all_reduce(&sums, ReduceOp::Sum)?;
         let sums = sums.to_vec1::<f64>()?;
         // Communication on GPUs may have failed without a word until now.
         self.mesh.check()?;
         self.params.groups().check()?;
-        let num_sums = sums.len();
-        <[f64; NUM_SUMS]>::try_from(sums).map_err(|_| {
-            candle_core::Error::msg(format!("{NUM_SUMS} sums were expected, {num_sums} came"))
-        })
+        let Some((sums, of_ranks)) = sums.split_first_chunk() else {
+            bail!("{NUM_SUMS} sums were expected, {} came", sums.len());
+        };
+        Ok((*sums, pipeline_ranks(of_ranks)))
+    }
+
+    /// What this rank adds to the numbers of each rank of the first replica's pipeline: busy seconds, those of all passes, the peak of
+    /// activations.
+    fn of_pipeline_ranks(&self) -> Vec<[f64; NUM_OF_RANK]> {
+        let (pp, mesh) = (&self.mesh.pp, &self.mesh);
+        if pp.world_size() == 1 {
+            return Vec::new();
+        }
+        let mut all = vec![[0.0; NUM_OF_RANK]; pp.world_size()];
+        if mesh.dp.rank() == 0 && mesh.tp.rank() == 0 {
+            let known = self.totals.occupation;
+            let [busy, whole] = known.map_or([f64::NAN, 0.0], |known| [known.busy, known.whole]);
+            let peak = self
+                .params
+                .meter()
+                .report()
+                .of(MemoryCategory::Activations)
+                .peak;
+            all[pp.rank()] = [busy, whole, peak as f64];
+        }
+        all
     }
 
     /// What blocks of all ranks have reported, by name: losses divided by the number of targets, other numbers by how often they were. Every
@@ -500,4 +535,16 @@ pub(super) fn add_squares(
         sum_of_squares_into(sum, true, &values)?;
     }
     Ok(())
+}
+
+/// From the numbers of each rank.
+fn pipeline_ranks(numbers: &[f64]) -> Vec<PipelineRank> {
+    let (of_ranks, _) = numbers.as_chunks::<NUM_OF_RANK>();
+    let longest = of_ranks.iter().map(|[_, whole, _]| *whole);
+    let longest = longest.fold(0.0, f64::max);
+    let of_rank = |[busy, _, peak]: &[f64; NUM_OF_RANK]| PipelineRank {
+        idle_share: (longest > 0.0 && !busy.is_nan()).then(|| (1.0 - busy / longest).max(0.0)),
+        peak_activations_bytes: *peak as u64,
+    };
+    of_ranks.iter().map(of_rank).collect()
 }

@@ -7,6 +7,7 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::agreement::Facts;
 use crate::params::{FlatBuffer, Parameters};
+use crate::pass::PipelineRank;
 use crate::placement::intersect;
 
 /// Gradients summed over all ranks: whole buckets (ZeRO-0) or this rank's slices of them.
@@ -25,6 +26,7 @@ pub struct ReducedGradients {
     pub(super) loss: ReducedLoss,
     pub(super) metrics: BTreeMap<String, f64>,
     pub(super) is_asked_to_stop: bool,
+    pub(super) pipeline: Vec<PipelineRank>,
     /// Whether ranks have compared what they say about the update, or do not: those of asynchronous servers.
     pub(super) is_compared: bool,
 }
@@ -65,6 +67,11 @@ impl ReducedGradients {
     /// Whether [any rank](crate::Gradients::ask_to_stop) asks to stop after this step: the same on every rank.
     pub fn is_asked_to_stop(&self) -> bool {
         self.is_asked_to_stop
+    }
+
+    /// Of each rank of the first replica's pipeline what it did in the passes; empty without a pipeline. The same on every rank.
+    pub fn pipeline(&self) -> &[PipelineRank] {
+        &self.pipeline
     }
 
     /// What [`Self::bucket`]'s values are multiplied by to be the gradients.

@@ -118,6 +118,7 @@ impl ReducedGradients {
             },
             metrics: BTreeMap::new(),
             is_asked_to_stop,
+            pipeline: Vec::new(),
             is_compared: true,
         })
     }

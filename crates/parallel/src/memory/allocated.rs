@@ -8,7 +8,7 @@ use candle_ops::GpuState;
 static COUNT: OnceLock<fn() -> i64> = OnceLock::new();
 
 /// Lets `bytes` tell how many bytes the rank that calls it has allocated and not freed, in blocks of
-/// [`MIN_ADOPTED_BYTES`](candle_comm::MIN_ADOPTED_BYTES) or more: those of its thread, or of its process if it has that for itself.
+/// [`MIN_ADOPTED_BYTES`](candle_comm::MIN_ADOPTED_BYTES) or more: those of its threads, or of its process if it has that for itself.
 /// The first call counts.
 ///
 /// candle says nothing of its allocations, and a library must not choose an allocator. So a program whose own one counts tells it

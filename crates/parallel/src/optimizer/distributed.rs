@@ -17,6 +17,7 @@ use crate::agreement::Facts;
 use crate::gradients::{Gradients, ReducedGradients, ReducedLoss};
 use crate::memory::{MemoryCategory, num_bytes};
 use crate::params::{BucketWeights, FlatBuffer, Parameters, SaveSource, gather_range};
+use crate::pass::PipelineRank;
 use crate::placement::intersect;
 
 /// The optimizer of one rank: updates the rank's part of the parameters by an [`Optimizer`]'s rule, and fetches the others'.
@@ -47,6 +48,8 @@ pub struct StepReport {
     pub is_asked_to_stop: bool,
     /// What blocks have reported, by name: see [`Pass::report`](crate::Pass::report). The same on every rank.
     pub metrics: BTreeMap<String, f64>,
+    /// What each rank of the first replica's pipeline did in the step's passes; empty without a pipeline. The same on every rank.
+    pub pipeline: Vec<PipelineRank>,
 }
 
 impl DistributedOptimizer {
@@ -269,6 +272,7 @@ impl DistributedOptimizer {
             grad_norm: reduced.norm(),
             is_asked_to_stop: reduced.is_asked_to_stop(),
             metrics: reduced.metrics().clone(),
+            pipeline: reduced.pipeline().to_vec(),
             is_skipped: !is_finite && self.scaler.as_mut().is_some_and(LossScaler::shrink),
         };
         if report.is_skipped {

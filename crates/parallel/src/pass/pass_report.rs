@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
 
 use super::reports::Reported;
 
@@ -25,6 +26,39 @@ pub struct PassReport {
     pub backward_secs: f64,
     /// Time from the first pass of the step to the last one, waiting for other ranks included.
     pub passes_secs: f64,
+    /// How much of the passes' time this rank computes; `None` where nobody knows.
+    pub(crate) occupation: Option<Occupation>,
+}
+
+/// What a rank of a pipeline does in the passes of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct PipelineRank {
+    /// The share of the time from the first pass of all ranks to the last in which it computes nothing. On a GPU that of the step before, by its
+    /// own clock, if [`Pipeline::take_device_secs`](crate::Pipeline::take_device_secs) was asked after that; else `None`: the host waits for
+    /// nothing to know it.
+    pub idle_share: Option<f64>,
+    /// The most bytes of activations since the run began: see [`MemoryCategory::Activations`](crate::MemoryCategory::Activations).
+    pub peak_activations_bytes: u64,
+}
+
+/// Seconds of passes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Occupation {
+    /// In which a rank computes.
+    pub busy: f64,
+    /// All of them.
+    pub whole: f64,
+}
+
+impl Occupation {
+    /// With that of more passes.
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            busy: self.busy + other.busy,
+            whole: self.whole + other.whole,
+        }
+    }
 }
 
 /// Measures time without that spent waiting for other ranks.

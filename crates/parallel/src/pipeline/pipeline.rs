@@ -1,7 +1,7 @@
 //! Runs a schedule: the one train-step engine of every layout.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use candle_comm::trace::{self, SpanKind};
@@ -14,7 +14,7 @@ use super::input_check::InputCheck;
 use super::model_part::{BackwardHalf, ModelPart};
 use super::units::Units;
 use crate::gradients::Gradients;
-use crate::pass::{Early, Pass, PassReport};
+use crate::pass::{Early, Occupation, Pass, PassReport};
 use crate::pipeline_layout::PipelineLayout;
 use crate::schedule::{Instruction, Instructions, Plan};
 
@@ -25,7 +25,9 @@ pub struct Pipeline {
     /// Compares what the ranks of a replica are given.
     pub(super) input_check: Option<InputCheck>,
     /// Of forward and backward passes on the device, if they are timed there.
-    stopwatches: Option<[Mutex<Stopwatch>; 2]>,
+    stopwatches: Option<[Mutex<Stopwatch>; 3]>,
+    /// What they said last of all passes.
+    occupation: Mutex<Option<Occupation>>,
     /// Whether a batch was evaluated twice, to see that it gives the same.
     pub(super) evaluates_alike: AtomicBool,
     /// Made for the first model part that is run.
@@ -39,6 +41,7 @@ pub struct Pipeline {
 /// Places of the stopwatches.
 pub(super) const FORWARD: usize = 0;
 pub(super) const BACKWARD: usize = 1;
+const ALL_PASSES: usize = 2;
 
 impl Pipeline {
     /// A pipeline over the ranks of `mesh.pp`.
@@ -48,6 +51,7 @@ impl Pipeline {
             pp: mesh.pp.clone(),
             input_check: InputCheck::new(mesh),
             stopwatches: None,
+            occupation: Mutex::new(None),
             evaluates_alike: AtomicBool::new(false),
             channels: OnceLock::new(),
             prefetch: 1,
@@ -83,7 +87,18 @@ impl Pipeline {
             let mut stopwatch = stopwatch.lock().unwrap_or_else(PoisonError::into_inner);
             stopwatch.take_secs()
         };
-        Ok([take(&stopwatches[FORWARD])?, take(&stopwatches[BACKWARD])?])
+        let [forward, backward] = [take(&stopwatches[FORWARD])?, take(&stopwatches[BACKWARD])?];
+        *self.occupation() = Some(Occupation {
+            busy: forward + backward,
+            whole: take(&stopwatches[ALL_PASSES])?,
+        });
+        Ok([forward, backward])
+    }
+
+    fn occupation(&self) -> MutexGuard<'_, Option<Occupation>> {
+        self.occupation
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// `pass` is the place of a stopwatch.
@@ -93,15 +108,16 @@ impl Pipeline {
         kind: SpanKind,
         work: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let device = self.pp.device();
-        trace::record(kind, device, || match &self.stopwatches {
-            None => work(),
-            Some(stopwatches) => {
-                let stopwatch = stopwatches[pass].lock();
-                let mut stopwatch = stopwatch.unwrap_or_else(PoisonError::into_inner);
-                stopwatch.time(device, work)
-            }
-        })
+        trace::record(kind, self.pp.device(), || self.by_stopwatch(pass, work))
+    }
+
+    fn by_stopwatch<T>(&self, place: usize, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let Some(stopwatches) = &self.stopwatches else {
+            return work();
+        };
+        let stopwatch = stopwatches[place].lock();
+        let mut stopwatch = stopwatch.unwrap_or_else(PoisonError::into_inner);
+        stopwatch.time(self.pp.device(), work)
     }
 
     /// The ways between the ranks of the pipeline, which all of them must ask for.
@@ -171,11 +187,20 @@ impl Pipeline {
             .map(|pass| pass.training(scale, step, seed))
             .collect();
         let mut units = Units::new(self, part, &passes, self.input_half(part, &plan))?;
-        for (instruction, next) in self.instructions(part, &plan) {
-            units.train(instruction, next, gradients)?;
-        }
+        self.by_stopwatch(ALL_PASSES, || {
+            let mut instructions = self.instructions(part, &plan).into_iter();
+            instructions
+                .try_for_each(|(instruction, next)| units.train(instruction, next, gradients))
+        })?;
         let mut report = units.finish()?;
         report.passes_secs = start.elapsed().as_secs_f64();
+        report.occupation = match part.device().is_cpu() {
+            true => Some(Occupation {
+                busy: report.forward_secs + report.backward_secs,
+                whole: report.passes_secs,
+            }),
+            false => self.occupation().take(),
+        };
         params.meter().end_passes(part.device())?;
         gradients.add_passes(&report)?;
         Ok(report)

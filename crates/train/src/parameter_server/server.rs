@@ -207,7 +207,6 @@ impl ParameterServer {
         Ok(StepDone {
             report,
             num_positions,
-            pipeline: Vec::new(),
             staleness: None,
         })
     }
@@ -260,13 +259,13 @@ impl ParameterServer {
         Ok(StepDone {
             report: StepReport {
                 metrics: Default::default(),
+                pipeline: Vec::new(),
                 loss: self.last_loss,
                 grad_norm: self.last_norm,
                 is_skipped: false,
                 is_asked_to_stop: self.stops_at.is_some_and(|at| num_done >= at),
             },
             num_positions: applied.num_positions,
-            pipeline: Vec::new(),
             staleness: Some(Staleness {
                 mean: applied.staleness as f64 / applied.num_pushes.max(1) as f64,
                 max: applied.max_staleness,

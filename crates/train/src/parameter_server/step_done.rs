@@ -3,7 +3,6 @@
 use candle_parallel::StepReport;
 
 use super::Staleness;
-use crate::step_metrics::PipelineRank;
 
 /// What a step did, whether this rank's passes or workers computed its gradients.
 pub(crate) struct StepDone {
@@ -11,5 +10,4 @@ pub(crate) struct StepDone {
     /// Positions of the global batch, with a target or not.
     pub num_positions: usize,
     pub staleness: Option<Staleness>,
-    pub pipeline: Vec<PipelineRank>,
 }

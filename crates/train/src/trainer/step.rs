@@ -3,14 +3,14 @@
 use std::time::Instant;
 
 use candle_comm::trace::{self, SpanKind};
-use candle_core::{Device, Error, Result, bail};
+use candle_core::{Device, Result, bail};
 use candle_ops::Stopwatch;
-use candle_parallel::{MemoryCategory, Pass};
+use candle_parallel::Pass;
 
 use super::{GradientSource, Trainer};
 use crate::checkpoints::Checkpoints;
 use crate::parameter_server::{ServedStep, StepDone};
-use crate::step_metrics::{PipelineRank, StepMetrics};
+use crate::step_metrics::StepMetrics;
 use crate::step_times::StepTimes;
 
 impl Trainer {
@@ -22,7 +22,6 @@ impl Trainer {
             report,
             num_positions,
             staleness,
-            pipeline,
         } = match &self.source {
             GradientSource::Passes(_) => self.step_of_passes(micro_batches)?,
             GradientSource::Workers(..) => self.step_of_workers()?,
@@ -48,7 +47,7 @@ impl Trainer {
             step_secs,
             gflops_per_sec: self.flops.map(|flops| flops.gflops_per_sec(per_sec)),
             mfu: self.flops.and_then(|flops| flops.mfu(per_sec)),
-            pipeline,
+            pipeline: report.pipeline,
             staleness,
             reported: report.metrics,
             memory: self.memory(),
@@ -121,37 +120,11 @@ impl Trainer {
             self.times.optimizer_secs = std::mem::replace(earlier, stopwatch).take_secs()?;
         }
         self.debug.tell(self.step + 1, &self.times);
-        let pipeline = self.pipeline_ranks(passes.passes_secs)?;
         Ok(StepDone {
             report,
-            pipeline,
             num_positions: self.num_positions(micro_batches),
             staleness: None,
         })
-    }
-
-    /// What each rank of the pipeline has done in passes that took this one `passes_secs`.
-    fn pipeline_ranks(&self, passes_secs: f64) -> Result<Vec<PipelineRank>> {
-        if self.pp.world_size() == 1 {
-            return Ok(Vec::new());
-        }
-        let is_known = self.pp.device().is_cpu() || self.stopwatch.is_some();
-        let busy_secs = self.times.forward_secs + self.times.backward_secs;
-        let peak = self.memory().of(MemoryCategory::Activations).peak;
-        let own = (is_known.then_some(busy_secs), passes_secs, peak);
-        let own = serde_json::to_vec(&own).map_err(Error::wrap)?;
-        let all = self.pp.all_gather_bytes(&own)?.into_iter();
-        let all = all.map(|of_rank| serde_json::from_slice(&of_rank).map_err(Error::wrap));
-        let all: Vec<(Option<f64>, f64, u64)> = all.collect::<Result<_>>()?;
-        let longest = all.iter().map(|of_rank| of_rank.1).fold(0.0, f64::max);
-        let of_rank = |(busy_secs, _, peak_activations_bytes): (Option<f64>, f64, u64)| {
-            let idle_share = busy_secs.filter(|_| longest > 0.0);
-            PipelineRank {
-                idle_share: idle_share.map(|busy_secs| (1.0 - busy_secs / longest).max(0.0)),
-                peak_activations_bytes,
-            }
-        };
-        Ok(all.into_iter().map(of_rank).collect())
     }
 
     /// The next step before which the weights are saved or evaluated, but for the end.
