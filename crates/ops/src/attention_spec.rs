@@ -1,8 +1,7 @@
 //! What attention computes, beside its tensors.
 
-use crate::{DocumentStarts, HeadGroups};
+use crate::{AttentionRows, DocumentStarts, HeadGroups};
 use candle_core::{Result, Tensor, bail};
-use std::ops::Range;
 
 /// What errors and timelines call the operation.
 pub(crate) const NAME: &str = "causal_attention";
@@ -34,8 +33,8 @@ pub struct AttentionSpec {
     /// How many positions a query sees, itself and those just before it: query `i` reads the keys `j` with `i - window < j <= i`
     /// (Mistral 7B, Jiang et al. 2023, arXiv:2310.06825). None: all up to itself.
     pub window: Option<usize>,
-    /// The documents that the sequences are made of: a query sees its own. None: each sequence is one.
-    pub documents: Option<DocumentStarts>,
+    /// Which tokens the rows of q, k and v are: a query sees those of its own document. None: each sequence is one, from its first token on.
+    pub rows: Option<AttentionRows>,
 }
 
 impl AttentionSpec {
@@ -45,28 +44,40 @@ impl AttentionSpec {
             scale,
             groups,
             window: None,
-            documents: None,
+            rows: None,
         }
     }
 
-    /// Checks the groups for `num_q_heads` query heads on `num_kv_heads` key/value heads, the window, and the documents for `dims`, the
+    /// The same for these rows: packed documents, what is cut of sequences, queries that come after keys.
+    pub fn with_rows(self, rows: impl Into<AttentionRows>) -> Self {
+        Self {
+            rows: Some(rows.into()),
+            ..self
+        }
+    }
+
+    /// Checks the groups for `num_q_heads` query heads on `num_kv_heads` key/value heads, the window, and the rows for `queries` and `keys`, the
     /// numbers of sequences and of positions in each.
     ///
     /// # Errors
-    /// As [`HeadGroups::validate`]; when the window is 0; documents of sequences of other sizes.
+    /// As [`HeadGroups::validate`]; when the window is 0; rows of tensors of other sizes.
     pub fn validate(
         &self,
-        dims: (usize, usize),
+        queries: (usize, usize),
+        keys: (usize, usize),
         num_q_heads: usize,
         num_kv_heads: usize,
     ) -> Result<()> {
-        if let Some(documents) = &self.documents
-            && documents.dims() != dims
-        {
-            bail!(
-                "AttentionSpec: expected the documents of {dims:?} sequences and positions, got those of {:?}",
-                documents.dims()
-            )
+        match &self.rows {
+            None if queries != keys => bail!(
+                "AttentionSpec: {queries:?} sequences and positions of q and {keys:?} of k and v, without rows that say which they are"
+            ),
+            Some(rows) if (rows.queries.dims(), rows.keys.dims()) != (queries, keys) => bail!(
+                "AttentionSpec: expected the documents of {queries:?} sequences and positions of q and {keys:?} of k and v, got those of {:?} and {:?}",
+                rows.queries.dims(),
+                rows.keys.dims()
+            ),
+            _ => {}
         }
         if self.window == Some(0) {
             bail!(
@@ -76,17 +87,17 @@ impl AttentionSpec {
         self.groups.validate(num_q_heads, num_kv_heads)
     }
 
-    /// The positions that the query at `position` of sequence `row` sees.
-    pub(crate) fn seen(&self, row: usize, position: usize) -> Range<usize> {
-        let window = self.window.unwrap_or(usize::MAX);
-        let seen = (position + 1).saturating_sub(window)..position + 1;
-        match &self.documents {
-            Some(documents) => documents.within(row, seen),
-            None => seen,
+    /// If queries and keys are the same whole sequences, their documents if they have several.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(crate) fn whole(&self) -> Option<Option<&DocumentStarts>> {
+        match &self.rows {
+            None => Some(None),
+            Some(rows) => rows.whole(),
         }
     }
 
     /// How many positions a query of `num_positions` sees at most.
+    #[cfg(feature = "cuda")]
     pub(crate) fn window_of(&self, num_positions: usize) -> usize {
         self.window
             .map_or(num_positions, |window| window.min(num_positions))

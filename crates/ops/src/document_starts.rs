@@ -1,7 +1,6 @@
 //! Several documents in one sequence: where each begins.
 
 use candle_core::{Device, Result, Tensor, bail};
-use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::upload;
@@ -97,16 +96,6 @@ impl DocumentStarts {
     /// Number of tokens of each document, row after row.
     pub fn lens(&self) -> impl Iterator<Item = usize> + '_ {
         self.0.lens.iter().copied()
-    }
-
-    /// Where the document of token `i` of sequence `row` begins.
-    pub(crate) fn start(&self, row: usize, i: usize) -> usize {
-        self.0.starts[row * self.0.dims.1 + i] as usize
-    }
-
-    /// What a query at `i` sees of the positions `seen`, which end with its own.
-    pub(crate) fn within(&self, row: usize, seen: Range<usize>) -> Range<usize> {
-        seen.start.max(self.start(row, seen.end - 1))..seen.end
     }
 
     /// [`Self::starts`] on `device`, (b, t) u32; a GPU gets them once.

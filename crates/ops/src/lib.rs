@@ -26,6 +26,7 @@ mod adamw;
 mod attention;
 mod attention_blocks;
 mod attention_code;
+mod attention_merge;
 mod attention_spec;
 mod chunks;
 mod cross_entropy;
@@ -74,6 +75,7 @@ mod quantized;
 mod rms_norm;
 mod rope;
 mod row_norm;
+mod runs;
 mod stopwatch;
 mod sums;
 mod swiglu;
@@ -83,8 +85,12 @@ mod vocab_shard;
 mod with_backward;
 
 pub use adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, adamw};
-pub use attention::{attention_backward, attention_forward, causal_attention};
+pub use attention::{
+    attention_backward, attention_backward_of_part, attention_delta, attention_forward,
+    attention_of_part, causal_attention,
+};
 pub use attention_code::AttentionCode;
+pub use attention_merge::merge_attention;
 pub use attention_spec::{AttentionGrad, AttentionSpec};
 pub use cross_entropy::cross_entropy;
 pub use device_choice::DeviceChoice;
@@ -112,6 +118,7 @@ pub use quantized::{
 };
 pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
 pub use rope::{RopeDirection, rope, rope_in_place};
+pub use runs::{AttentionRows, Run, Runs};
 pub use stopwatch::Stopwatch;
 pub use sums::{sum_into, sum_of_squares, sum_of_squares_into};
 pub use swiglu::{swiglu, swiglu_backward, swiglu_backward_and_output, swiglu_forward};

@@ -111,7 +111,7 @@ pub(crate) struct SharedBuffer<'a, T> {
     lifetime: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: the only access is through `write_rows`, whose callers keep the rows in use at one time disjoint.
+// SAFETY: the only access is through `write_rows` and `add_rows`, whose callers keep the rows in use at one time disjoint.
 unsafe impl<T: Send> Sync for SharedBuffer<'_, T> {}
 
 impl<'a, T: Element> SharedBuffer<'a, T> {
@@ -135,15 +135,9 @@ impl<'a, T: Element> SharedBuffer<'a, T> {
         cols: usize,
         rows: impl Iterator<Item = (&'v [f32], f32)>,
     ) {
-        for (row, (values, factor)) in rows.enumerate() {
-            let first = start + row * row_stride;
-            assert!(
-                first + cols <= self.len,
-                "row of {cols} elements at {first} in a buffer of {}",
-                self.len
-            );
-            // SAFETY: the elements are in the buffer by the check above, and only ours as promised by the caller.
-            let out = unsafe { std::slice::from_raw_parts_mut(self.data.add(first), cols) };
+        // SAFETY: the caller's promise.
+        let rows = unsafe { self.rows(start, row_stride, cols, rows) };
+        for (out, values, factor) in rows {
             vectorised(
                 #[inline(always)]
                 || {
@@ -153,6 +147,74 @@ impl<'a, T: Element> SharedBuffer<'a, T> {
                 },
             );
         }
+    }
+
+    /// The same, added to what is there.
+    ///
+    /// # Safety
+    /// Nobody else uses these elements at the same time.
+    pub(crate) unsafe fn add_rows<'v>(
+        &self,
+        start: usize,
+        row_stride: usize,
+        cols: usize,
+        rows: impl Iterator<Item = (&'v [f32], f32)>,
+    ) {
+        // SAFETY: the caller's promise.
+        let rows = unsafe { self.rows(start, row_stride, cols, rows) };
+        for (out, values, factor) in rows {
+            vectorised(
+                #[inline(always)]
+                || {
+                    for (out, value) in out.iter_mut().zip(values) {
+                        *out = T::nearest(out.widen() + value * factor);
+                    }
+                },
+            );
+        }
+    }
+
+    /// Lets `change` change `len` elements from `start` on.
+    ///
+    /// # Safety
+    /// Nobody else uses these elements at the same time.
+    pub(crate) unsafe fn change_row(
+        &self,
+        start: usize,
+        len: usize,
+        change: impl FnOnce(&mut [T]),
+    ) {
+        assert!(
+            start + len <= self.len,
+            "row of {len} elements at {start} in a buffer of {}",
+            self.len
+        );
+        // SAFETY: as for `rows`.
+        change(unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) });
+    }
+
+    /// The rows of the buffer, each with what is to be put there.
+    ///
+    /// # Safety
+    /// Nobody else uses these elements at the same time.
+    unsafe fn rows<'s, 'v>(
+        &'s self,
+        start: usize,
+        row_stride: usize,
+        cols: usize,
+        rows: impl Iterator<Item = (&'v [f32], f32)>,
+    ) -> impl Iterator<Item = (&'s mut [T], &'v [f32], f32)> {
+        rows.enumerate().map(move |(row, (values, factor))| {
+            let first = start + row * row_stride;
+            assert!(
+                first + cols <= self.len,
+                "row of {cols} elements at {first} in a buffer of {}",
+                self.len
+            );
+            // SAFETY: the elements are in the buffer by the check above, and only ours as promised by the caller.
+            let out = unsafe { std::slice::from_raw_parts_mut(self.data.add(first), cols) };
+            (out, values, factor)
+        })
     }
 }
 

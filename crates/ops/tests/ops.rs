@@ -4,6 +4,8 @@
 mod attention;
 #[path = "ops/attention_narrow.rs"]
 mod attention_narrow;
+#[path = "ops/attention_of_parts.rs"]
+mod attention_of_parts;
 #[path = "ops/check.rs"]
 mod check;
 #[path = "ops/cross_entropy.rs"]

@@ -55,9 +55,9 @@ impl Inputs {
                 scale: 1.0 / (d as f32).sqrt(),
                 groups: HeadGroups::new(heads / kv_heads),
                 window: seen.window,
-                documents: seen
+                rows: seen
                     .longest
-                    .map(|longest| documents((b, t), longest))
+                    .map(|longest| documents((b, t), longest).map(Into::into))
                     .transpose()?,
             },
         })
@@ -103,8 +103,8 @@ fn num_seen(spec: &AttentionSpec, (b, t): (usize, usize)) -> f64 {
         let window = spec.window.map_or(len, |window| len.min(window as f64));
         window * (len - window / 2.0)
     };
-    match &spec.documents {
-        Some(documents) => documents.lens().map(of_one).sum(),
+    match &spec.rows {
+        Some(rows) => rows.num_pairs(spec.window) as f64,
         None => b as f64 * of_one(t),
     }
 }

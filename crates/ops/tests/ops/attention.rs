@@ -103,7 +103,7 @@ impl Case {
             scale: self.scale() as f32,
             groups: self.groups,
             window: self.window,
-            documents: self.documents(),
+            rows: self.documents().map(Into::into),
         }
     }
 
@@ -333,7 +333,7 @@ fn one_document_has_the_bits_of_none_and_no_document_reads_another() -> Result<(
         let bits = |k: &Tensor, starts: Option<Vec<u32>>| -> Result<Vec<Vec<f32>>> {
             let documents = starts.map(|starts| DocumentStarts::new(starts, (2, 150)));
             let spec = AttentionSpec {
-                documents: documents.transpose()?,
+                rows: documents.transpose()?.map(Into::into),
                 ..case.spec()
             };
             let (out, log_sum_exp) = attention_forward(&q, k, &v, &spec)?;

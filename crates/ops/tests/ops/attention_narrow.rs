@@ -127,7 +127,9 @@ fn run(case: Case, (window, is_packed): Seen, dtype: DType, of: DType) -> Result
         scale: 4.0 / (d as f32).sqrt(),
         groups: HeadGroups::new(heads / kv_heads),
         window,
-        documents: is_packed.then(|| documents(case)).transpose()?,
+        rows: is_packed
+            .then(|| documents(case).map(Into::into))
+            .transpose()?,
     };
     let out = causal_attention(&q, &k, &v, &spec)?;
     let [dq, dk, dv] = grads(&out, &of(3)?, [&q, &k, &v])?;

@@ -182,7 +182,7 @@ fn documents_that_do_not_fit() -> Result<()> {
     on_each_device(|| {
         let x = random(1, (1, 8, 2, 6))?;
         let spec = AttentionSpec {
-            documents: documents.clone(),
+            rows: documents.clone().map(Into::into),
             ..AttentionSpec::new(1.0, HeadGroups::new(1))
         };
         assert_says(

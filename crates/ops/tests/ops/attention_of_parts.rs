@@ -1,0 +1,396 @@
+//! Attention to parts of the keys, put together, against the definition over all of them: random sequences, documents and windows, cut at random.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_ops::{
+    AttentionGrad, AttentionRows, AttentionSpec, DocumentStarts, HeadGroups, Run, Runs,
+    attention_backward, attention_backward_of_part, attention_delta, attention_forward,
+    attention_of_part, merge_attention,
+};
+use rand::Rng;
+use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
+
+use crate::check::{at_most, on_each_device, random};
+
+/// What goes wrong elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Mistake {
+    None,
+    /// The sum along the probabilities is that of each part.
+    DeltaOfPart,
+    /// The last part of the keys is left out in the backward pass.
+    OnePartLess,
+    /// A query that sees no key of a part counts as one whose scores sum to 1.
+    RowsWithoutKey,
+}
+
+struct Case {
+    b: usize,
+    t: usize,
+    hq: usize,
+    hkv: usize,
+    d: usize,
+    window: Option<usize>,
+    runs: Runs,
+    starts: Vec<usize>,
+    queries: Vec<Vec<u32>>,
+    keys: Vec<Vec<u32>>,
+}
+
+/// The rows dealt to as many parts: some get none, some one.
+fn dealt(num_rows: usize, rng: &mut ChaCha8Rng) -> Vec<Vec<u32>> {
+    let mut parts = vec![Vec::new(); rng.random_range(1..=5)];
+    let (mut row, num_parts) = (0, parts.len());
+    while row < num_rows {
+        let len = rng.random_range(1..=9).min(num_rows - row);
+        parts[rng.random_range(0..num_parts)].extend((row..row + len).map(|row| row as u32));
+        row += len;
+    }
+    parts
+}
+
+impl Case {
+    fn random(seed: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let (b, t) = (rng.random_range(1..=3), rng.random_range(1..=45));
+        let (hkv, size) = (rng.random_range(1..=2), rng.random_range(1..=3));
+        let longest = rng.random_range(1..=t);
+        let mut starts = Vec::new();
+        for _ in 0..b {
+            let first = starts.len();
+            while starts.len() - first < t {
+                let start = starts.len() - first;
+                let len = rng.random_range(1..=longest).min(t - start);
+                starts.extend(std::iter::repeat_n(start as u32, len));
+            }
+        }
+        let is_packed = rng.random_bool(0.6);
+        if !is_packed {
+            starts.fill(0);
+        }
+        let documents = DocumentStarts::new(starts.clone(), (b, t)).unwrap();
+        let runs = match is_packed {
+            true => Runs::from(&documents),
+            false => Runs::sequences(b, t),
+        };
+        let window = rng.random_bool(0.4).then(|| rng.random_range(1..=t));
+        Self {
+            b,
+            t,
+            hq: hkv * size,
+            hkv,
+            d: 2 * rng.random_range(1..=5),
+            window,
+            runs,
+            starts: starts.into_iter().map(|start| start as usize).collect(),
+            queries: dealt(b * t, &mut rng),
+            keys: dealt(b * t, &mut rng),
+        }
+    }
+
+    fn spec(&self) -> AttentionSpec {
+        AttentionSpec {
+            window: self.window,
+            ..AttentionSpec::new(0.7, HeadGroups::new(self.hq / self.hkv))
+        }
+    }
+
+    /// `[out, lse, dq, dk, dv]` by the definition, as rows of all heads.
+    fn reference(&self, [q, k, v, grad]: [&[f64]; 4]) -> [Vec<f64>; 5] {
+        let (t, hq, hkv, d) = (self.t, self.hq, self.hkv, self.d);
+        let [mut out, mut dq] = [vec![0.0; q.len()], vec![0.0; q.len()]];
+        let [mut dk, mut dv] = [vec![0.0; k.len()], vec![0.0; k.len()]];
+        let mut lse = Vec::new();
+        let dot = |x: &[f64], y: &[f64]| -> f64 { x.iter().zip(y).map(|(x, y)| x * y).sum() };
+        for (row, head) in (0..self.b * t).flat_map(|row| (0..hq).map(move |head| (row, head))) {
+            let at_q = (row * hq + head) * d;
+            let at_kv = |j: usize| ((row / t * t + j) * hkv + head / (hq / hkv)) * d;
+            let i = row % t;
+            let first = (i + 1).saturating_sub(self.window.unwrap_or(t));
+            let seen = first.max(self.starts[row])..i + 1;
+            let score = |j: usize| dot(&q[at_q..][..d], &k[at_kv(j)..][..d]) * 0.7f32 as f64;
+            let sum: f64 = seen.clone().map(|j| score(j).exp()).sum();
+            lse.push(sum.ln());
+            let grad = &grad[at_q..][..d];
+            let terms = seen.map(|j| (j, score(j).exp() / sum, dot(grad, &v[at_kv(j)..][..d])));
+            let terms: Vec<_> = terms.collect();
+            let along_p: f64 = terms.iter().map(|(_, p, dp)| p * dp).sum();
+            for (j, p, dp) in terms {
+                let ds = p * (dp - along_p) * 0.7f32 as f64;
+                for c in 0..d {
+                    out[at_q + c] += p * v[at_kv(j) + c];
+                    dq[at_q + c] += ds * k[at_kv(j) + c];
+                    dk[at_kv(j) + c] += ds * q[at_q + c];
+                    dv[at_kv(j) + c] += p * grad[c];
+                }
+            }
+        }
+        [out, lse, dq, dk, dv]
+    }
+
+    /// `[out, lse, dq, dk, dv]` from parts, as rows of all heads.
+    fn by_parts(&self, [q, k, v, grad]: [&Tensor; 4], mistake: Mistake) -> Result<[Vec<f64>; 5]> {
+        let rows_of = |xs: &Tensor, rows: &[u32]| -> Result<Tensor> {
+            let (b, t, h, d) = xs.dims4()?;
+            let rows = Tensor::new(rows, xs.device())?;
+            xs.reshape((b * t, h, d))?
+                .index_select(&rows, 0)?
+                .unsqueeze(0)
+        };
+        let zeros = |like: &Tensor| Tensor::zeros(like.shape(), DType::F32, like.device());
+        let mut keys = Vec::new();
+        for rows in &self.keys {
+            let (k, v) = (rows_of(k, rows)?, rows_of(v, rows)?);
+            let (dk, dv) = (zeros(&k)?, zeros(&v)?);
+            keys.push((k, v, dk, dv, self.runs.take(rows)?));
+        }
+        let (mut outs, mut lses, mut dqs) = (Vec::new(), Vec::new(), Vec::new());
+        for rows in &self.queries {
+            let (q, grad) = (rows_of(q, rows)?, rows_of(grad, rows)?);
+            let queries = self.runs.take(rows)?;
+            let spec_of = |keys: &Runs| {
+                self.spec().with_rows(AttentionRows {
+                    queries: queries.clone(),
+                    keys: keys.clone(),
+                })
+            };
+            let mut all: Option<(Tensor, Tensor)> = None;
+            let mut deltas = Vec::new();
+            for (k, v, _, _, runs) in &keys {
+                let mut part = attention_of_part(&q, k, v, &spec_of(runs))?;
+                deltas.push(attention_delta(&part.0, &grad)?);
+                if mistake == Mistake::RowsWithoutKey {
+                    part.1 = part.1.maximum(0.0)?;
+                }
+                match &all {
+                    None => all = Some(part),
+                    Some(all) => merge_attention(all, &part)?,
+                }
+            }
+            let (out, lse) = all.unwrap();
+            let delta = attention_delta(&out, &grad)?;
+            let mut sums = [zeros(&q)?, zeros(&q)?, zeros(&q)?];
+            let num_parts = match mistake {
+                Mistake::OnePartLess => keys.len() - 1,
+                _ => keys.len(),
+            };
+            for ((k, v, dk, dv, runs), of_part) in keys.iter().zip(&deltas).take(num_parts) {
+                let pass = AttentionGrad {
+                    q: &q,
+                    k,
+                    v,
+                    out: &out,
+                    log_sum_exp: &lse,
+                    grad: &grad,
+                };
+                let delta = match mistake {
+                    Mistake::DeltaOfPart => of_part,
+                    _ => &delta,
+                };
+                sums = [sums[0].clone(), dk.clone(), dv.clone()];
+                attention_backward_of_part(&pass, delta, &spec_of(runs), &sums)?;
+            }
+            outs.push(out);
+            lses.push(lse.transpose(1, 2)?.contiguous()?.unsqueeze(3)?);
+            dqs.push(sums[0].clone());
+        }
+        let (dks, dvs): (Vec<_>, Vec<_>) = keys.into_iter().map(|(.., dk, dv, _)| (dk, dv)).unzip();
+        Ok([
+            in_order(&outs, &self.queries)?,
+            in_order(&lses, &self.queries)?,
+            in_order(&dqs, &self.queries)?,
+            in_order(&dks, &self.keys)?,
+            in_order(&dvs, &self.keys)?,
+        ])
+    }
+}
+
+/// The rows of parts as those of the whole.
+fn in_order(parts: &[Tensor], rows: &[Vec<u32>]) -> Result<Vec<f64>> {
+    let mut all: Vec<(u32, Vec<f32>)> = Vec::new();
+    for (part, rows) in parts.iter().zip(rows) {
+        let values = part.squeeze(0)?.flatten_from(1)?.to_device(&Device::Cpu)?;
+        all.extend(rows.iter().copied().zip(values.to_vec2::<f32>()?));
+    }
+    all.sort_by_key(|(row, _)| *row);
+    Ok(all
+        .into_iter()
+        .flat_map(|(_, values)| values)
+        .map(f64::from)
+        .collect())
+}
+
+/// The distance of two vectors by the length of the second, or `least` if that is more.
+fn error(got: &[f64], want: &[f64], least: f64) -> f64 {
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let distance = norm(&mut got.iter().zip(want).map(|(got, want)| got - want));
+    assert_eq!(got.len(), want.len());
+    distance / norm(&mut want.iter().copied()).max(least)
+}
+
+#[test]
+fn parts_put_together_are_the_whole_and_three_mistakes_are_seen() -> Result<()> {
+    on_each_device(|| {
+        let mut seen = [0; 3];
+        for seed in 0..at_most(60, 2000) as u64 {
+            let case = Case::random(seed);
+            let (b, t, hq, hkv, d) = (case.b, case.t, case.hq, case.hkv, case.d);
+            let q = (random(seed, (b, t, hq, d))? * 2.0)?;
+            let [k, v] = [1, 2].map(|n| random(seed + n, (b, t, hkv, d)));
+            let (k, v, grad) = (k?, v?, random(seed + 3, (b, t, hq, d))?);
+            let inputs = [&q, &k, &v, &grad];
+            let doubles = inputs.map(crate::check::doubles).into_iter();
+            let doubles = doubles.collect::<Result<Vec<_>>>()?;
+            let want = case.reference([&doubles[0], &doubles[1], &doubles[2], &doubles[3]]);
+            let least = (t as f64).sqrt();
+            let errors = |mistake| -> Result<Vec<f64>> {
+                let got = case.by_parts(inputs, mistake)?;
+                let pairs = got.iter().zip(&want);
+                Ok(pairs.map(|(got, want)| error(got, want, least)).collect())
+            };
+            let of_parts = errors(Mistake::None)?;
+            assert!(
+                of_parts.iter().all(|error| *error < 1e-5),
+                "{seed}: {of_parts:?}"
+            );
+            let mistakes = [
+                Mistake::DeltaOfPart,
+                Mistake::OnePartLess,
+                Mistake::RowsWithoutKey,
+            ];
+            for (mistake, seen) in mistakes.into_iter().zip(&mut seen) {
+                *seen += usize::from(errors(mistake)?.iter().any(|error| !(*error < 1e-2)));
+            }
+            // Some of the queries and all keys: in one piece.
+            for rows in &case.queries {
+                let take = |xs: &Tensor| -> Result<Tensor> {
+                    let rows = Tensor::new(&rows[..], xs.device())?;
+                    xs.reshape((b * t, hq, d))?
+                        .index_select(&rows, 0)?
+                        .unsqueeze(0)
+                };
+                let (q, grad) = (take(&q)?, take(&grad)?);
+                let spec = case.spec().with_rows(AttentionRows {
+                    queries: case.runs.take(rows)?,
+                    keys: case.runs.clone(),
+                });
+                let (out, lse) = attention_forward(&q, &k, &v, &spec)?;
+                let pass = AttentionGrad {
+                    q: &q,
+                    k: &k,
+                    v: &v,
+                    out: &out,
+                    log_sum_exp: &lse,
+                    grad: &grad,
+                };
+                let (dq, _, _) = attention_backward(&pass, &spec)?;
+                for (got, want) in [(out, &want[0]), (dq, &want[2])] {
+                    let rows = rows.iter().map(|row| *row as usize * hq * d);
+                    let want: Vec<f64> =
+                        rows.flat_map(|at| want[at..][..hq * d].to_vec()).collect();
+                    let error = error(&crate::check::doubles(&got)?, &want, least);
+                    assert!(error < 1e-5, "{seed}: {error}");
+                }
+            }
+        }
+        assert!(
+            seen.iter().all(|seen| *seen >= at_most(20, 300)),
+            "{seen:?}"
+        );
+        Ok(())
+    })
+}
+
+#[test]
+fn ranks_have_as_many_tokens_and_pairs_and_all_rows_once() {
+    for seed in 0..200 {
+        let case = Case::random(seed);
+        for num_ranks in [1, 2, 3, 4, 8] {
+            let cuts = (0..num_ranks).map(|rank| case.runs.cut(num_ranks, rank));
+            let (parts, rows): (Vec<_>, Vec<_>) = cuts.unzip();
+            let lens = parts.iter().map(Runs::num_rows);
+            let (shortest, longest) = (lens.clone().min().unwrap(), lens.max().unwrap());
+            assert!(longest - shortest <= 2, "{shortest} {longest}");
+            for (part, rows) in parts.iter().zip(&rows) {
+                assert_eq!(
+                    *part,
+                    if num_ranks == 1 {
+                        case.runs.clone()
+                    } else {
+                        case.runs.take(rows).unwrap()
+                    }
+                );
+                let of_whole: Vec<usize> = case.runs.positions().collect();
+                let positions = rows.iter().map(|row| of_whole[*row as usize]);
+                assert!(part.positions().eq(positions));
+            }
+            let (joined, places) = Runs::join(&parts).unwrap();
+            let all = rows.concat();
+            let in_order = places.iter().map(|place| all[*place as usize]);
+            assert!(in_order.eq(0..(case.b * case.t) as u32));
+            assert!(joined.positions().eq(case.runs.positions()));
+            assert!(
+                joined.runs().iter().map(|run| run.len).eq(case
+                    .runs
+                    .runs()
+                    .iter()
+                    .map(|run| run.len))
+            );
+        }
+    }
+    // Each document of one token goes to another rank.
+    let documents = DocumentStarts::new((0..8).collect(), (1, 8)).unwrap();
+    let of_rank = |rank| Runs::from(&documents).cut(4, rank).1.len();
+    assert_eq!((0..4).map(of_rank).collect::<Vec<_>>(), [2; 4]);
+}
+
+#[test]
+fn ranks_work_alike_on_packs_of_chat_data() {
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    for num_ranks in [2, 4, 8] {
+        for _ in 0..50 {
+            // Lengths whose logarithms are normal, by twelve uniform numbers; their median is 400.
+            let mut starts = Vec::new();
+            while starts.len() < 4096 {
+                let normal = (0..12).map(|_| rng.random::<f64>()).sum::<f64>() - 6.0;
+                let len = ((400.0 * normal.exp()) as usize).clamp(1, 4096 - starts.len());
+                starts.extend(std::iter::repeat_n(starts.len() as u32, len));
+            }
+            let documents = DocumentStarts::new(starts, (1, 4096)).unwrap();
+            let runs = Runs::from(&documents);
+            let pairs = (0..num_ranks).map(|rank| {
+                let rows = AttentionRows {
+                    queries: runs.cut(num_ranks, rank).0,
+                    keys: runs.clone(),
+                };
+                rows.num_pairs(None) as f64
+            });
+            let pairs: Vec<f64> = pairs.collect();
+            let mean = pairs.iter().sum::<f64>() / num_ranks as f64;
+            let most = pairs.iter().copied().fold(0.0, f64::max);
+            assert!(most <= 1.02 * mean, "{num_ranks} ranks: {}", most / mean);
+        }
+    }
+}
+
+#[test]
+fn rows_that_do_not_fit_are_refused() {
+    let runs = Runs::sequences(2, 3);
+    assert_eq!(
+        runs.runs()[1],
+        Run {
+            document: 1,
+            start: 0,
+            len: 3
+        }
+    );
+    for rows in [&[0, 0][..], &[2, 1], &[6]] {
+        assert!(
+            runs.take(rows)
+                .unwrap_err()
+                .to_string()
+                .contains("ascending numbers of 6 rows")
+        );
+    }
+    let other = Runs::join(&[runs, Runs::sequences(3, 2)]).unwrap_err();
+    assert!(other.to_string().contains("other sequences"), "{other}");
+}
