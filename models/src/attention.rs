@@ -3,16 +3,12 @@
 
 use std::sync::Arc;
 
-use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
-use candle_ops::{
-    AttentionGrad, AttentionSpec, DocumentStarts, RopeDirection, attention_backward,
-    attention_forward, rope_in_place,
-};
+use candle_ops::{AttentionSpec, RopeDirection, Runs, rope_in_place};
 use candle_parallel::{
-    ColumnParallelLinear, Gradient, GradientSink, HeadPartition, Layer, ParamBuilder, Pass,
-    RowParallelLinear, column_parallel_backward, column_parallel_linear_shard,
-    row_parallel_linear_shard,
+    ColumnParallelLinear, ContextParallel, Gradient, GradientSink, HeadPartition, KeptAttention,
+    Layer, LayerRanks, ParamBuilder, Pass, RowParallelLinear, column_parallel_backward,
+    column_parallel_linear_shard, row_parallel_linear_shard,
 };
 
 use crate::config::ModelConfig;
@@ -22,29 +18,30 @@ use crate::rotary::RotaryTable;
 #[derive(Clone)]
 pub(crate) struct Attention {
     /// Index of its layer.
-    pub(crate) layer: usize,
+    layer: usize,
     q_proj: ColumnParallelLinear,
     k_proj: ColumnParallelLinear,
     v_proj: ColumnParallelLinear,
-    pub(crate) o_proj: RowParallelLinear,
+    o_proj: RowParallelLinear,
     /// Norms of the heads of q and k.
     head_norms: Option<(Norm, Norm)>,
-    pub(crate) rotary: Arc<RotaryTable>,
+    rotary: Arc<RotaryTable>,
     num_heads: usize,
     num_kv_heads: usize,
     head_dim: usize,
-    pub(crate) spec: AttentionSpec,
+    spec: AttentionSpec,
+    context: ContextParallel,
 }
 
 /// What the backward pass needs beside the input: q and k after rotation, or, if norms come before it, as the projections gave
-/// them; v, the heads' output and its log-sum-exp.
+/// them; v, the heads' output and what attention kept.
 #[derive(Clone)]
 pub(crate) struct Saved {
     q: Tensor,
     k: Tensor,
     v: Tensor,
     ys: Tensor,
-    lse: Tensor,
+    kept: KeptAttention,
 }
 
 impl Attention {
@@ -52,9 +49,10 @@ impl Attention {
         config: &ModelConfig,
         layer: usize,
         rotary: Arc<RotaryTable>,
-        tp: &ProcessGroup,
+        ranks: &LayerRanks,
         vb: ParamBuilder,
     ) -> Result<Self> {
+        let tp = &ranks.tp;
         let heads = HeadPartition::new(config.num_attention_heads, config.num_key_value_heads, tp)?;
         let (hidden, head_dim) = (config.hidden_size, config.head_dim);
         let column = |name: &str, shard| {
@@ -89,13 +87,14 @@ impl Attention {
                 scale: 1.0 / (head_dim as f32).sqrt(),
                 groups: heads.groups,
                 window: config.window(layer),
-                documents: None,
+                rows: None,
             },
+            context: ranks.context.clone(),
         })
     }
 
     /// What the projections make of xs (b, t, hidden): q, k and v, (b, t, heads, head_dim) each.
-    pub(crate) fn projected(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Tensor, Tensor)> {
+    fn projected(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Tensor, Tensor)> {
         let (b, t, _hidden) = xs.dims3()?;
         let heads = |proj: &ColumnParallelLinear, num_heads: usize| {
             let (ys, _) = proj.forward(xs, pass)?; // (b, t, num_heads * head_dim)
@@ -109,7 +108,7 @@ impl Attention {
     }
 
     /// q and k, normed if the family does that.
-    pub(crate) fn normed(&self, q: Tensor, k: Tensor) -> Result<(Tensor, Tensor)> {
+    fn normed(&self, q: Tensor, k: Tensor) -> Result<(Tensor, Tensor)> {
         Ok(match &self.head_norms {
             Some((q_norm, k_norm)) => (q_norm.forward(&q)?, k_norm.forward(&k)?),
             None => (q, k),
@@ -117,37 +116,32 @@ impl Attention {
     }
 
     /// q and k, (b, t, heads, head_dim) each, as attention takes them: normed if the family does that, and rotated.
-    fn rotated(
-        &self,
-        q: Tensor,
-        k: Tensor,
-        documents: Option<&DocumentStarts>,
-    ) -> Result<(Tensor, Tensor)> {
+    fn rotated(&self, q: Tensor, k: Tensor, runs: &Runs) -> Result<(Tensor, Tensor)> {
         let (q, k) = self.normed(q, k)?;
-        let (cos, sin) = self.rotary.of(q.dim(1)?, documents)?;
+        let (cos, sin) = self.rotary.of(runs)?;
         let rope = |xs| rope_in_place(xs, &cos, &sin, RopeDirection::Forward);
         Ok((rope(q)?, rope(k)?))
     }
 
-    /// residual + attention(xs), all (b, t, hidden).
+    /// residual + attention(xs), all (b, t, hidden). While a text is generated, the cache gets the keys and values of its new tokens.
     pub fn forward(&self, xs: &Tensor, residual: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
-        let documents = pass.documents();
+        let cache = pass.cache();
+        let num_before = cache.map_or(Ok(0), |cache| cache.num_tokens(self.layer))?;
+        let rows = pass.rows(num_before)?;
         let (q, k, v) = self.projected(xs, pass)?;
         let unnormed = self.head_norms.as_ref().map(|_| (q.clone(), k.clone()));
-        let (q, k) = self.rotated(q, k, documents)?;
-        let (ys, lse) = attention_forward(&q, &k, &v, &self.spec_of(documents))?; // (b, t, num_heads, head_dim)
+        let (q, k) = self.rotated(q, k, rows.queries())?;
+        let (k, v) = match cache {
+            Some(cache) => cache.append(self.layer, &k, &v)?,
+            None => (k, v),
+        };
+        let (ys, kept) = self
+            .context
+            .forward([&q, &k, &v], &self.spec, (pass, rows))?; // (b, t, num_heads, head_dim)
         let ys = ys.flatten_from(2)?; // (b, t, num_heads * head_dim)
         let (out, _) = self.o_proj.forward_add(&ys, Some(residual), pass)?;
         let (q, k) = unnormed.unwrap_or((q, k));
-        Ok((out, Saved { q, k, v, ys, lse }))
-    }
-
-    /// For sequences of these documents.
-    fn spec_of(&self, documents: Option<&DocumentStarts>) -> AttentionSpec {
-        AttentionSpec {
-            documents: documents.cloned(),
-            ..self.spec.clone()
-        }
+        Ok((out, Saved { q, k, v, ys, kept }))
     }
 
     /// Whether [`Self::backward`] needs the input: what reads it is trained.
@@ -165,27 +159,20 @@ impl Attention {
         pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
-        let Saved { q, k, v, ys, lse } = saved;
-        let documents = pass.documents();
+        let Saved { q, k, v, ys, kept } = saved;
+        let rows = pass.rows(0)?;
         let (rotated_q, rotated_k) = match &self.head_norms {
-            Some(_) => self.rotated(q.clone(), k.clone(), documents)?,
+            Some(_) => self.rotated(q.clone(), k.clone(), rows.queries())?,
             None => (q.clone(), k.clone()),
         };
-        let (_b, t, _num_heads, _head_dim) = q.dims4()?;
         let dys = self
             .o_proj
             .backward_linear(dy, Some(&ys), pass, gradients)?
             .reshape(q.dims())?;
-        let heads = AttentionGrad {
-            q: &rotated_q,
-            k: &rotated_k,
-            v: &v,
-            out: &ys.reshape(q.dims())?,
-            log_sum_exp: &lse,
-            grad: &dys,
-        };
-        let (dq, dk, dv) = attention_backward(&heads, &self.spec_of(documents))?;
-        let (cos, sin) = self.rotary.of(t, documents)?;
+        let (cos, sin) = self.rotary.of(rows.queries())?;
+        let heads = [&rotated_q, &rotated_k, &v, &ys.reshape(q.dims())?];
+        let grads = self.context.backward(kept, heads, &dys, &self.spec, pass)?;
+        let [dq, dk, dv] = grads;
         let unrope = |grad| rope_in_place(grad, &cos, &sin, RopeDirection::Backward);
         let (mut dq, mut dk) = (unrope(dq)?, unrope(dk)?);
         if let Some((q_norm, k_norm)) = &self.head_norms {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result, bail};
 use candle_parallel::{
-    Block, ModelPart, ParamBuilder, ParamStore, PipelineLayout, Recompute, head_block, layer_block,
-    stage_blocks, vocab_parallel_embedding,
+    Block, ContextConfig, ContextParallel, LayerRanks, ModelPart, ParamBuilder, ParamStore,
+    PipelineLayout, Recompute, head_block, layer_block, stage_blocks, vocab_parallel_embedding,
 };
 
 use crate::config::ModelConfig;
@@ -19,6 +19,15 @@ use crate::scaled_embedding::ScaledEmbedding;
 /// A causal language model: embedding, decoder layers, head with loss.
 pub struct CausalLm;
 
+/// How a model is divided over the ranks of a mesh, where there is a choice.
+#[derive(Clone, Debug, Default)]
+pub struct PartConfig {
+    /// The stages of a pipeline; `None`: one a rank, with equal numbers of layers. [`block_costs`](crate::block_costs) leads to balanced ones.
+    pub layout: Option<PipelineLayout>,
+    /// How context-parallel ranks attend.
+    pub context: ContextConfig,
+}
+
 impl CausalLm {
     /// This rank's part of the model: the blocks of its pipeline stage, with its tensor-parallel part of their parameters. Stages have equal
     /// numbers of layers.
@@ -29,23 +38,26 @@ impl CausalLm {
     /// Degrees that do not fit the model, with the numbers; weights that the checkpoint lacks or has in another shape.
     pub fn part(config: &ModelConfig, mesh: &Mesh, vb: &ParamBuilder) -> Result<ModelPart> {
         config.validate()?;
-        let layout = PipelineLayout::even(config.num_hidden_layers + 2, mesh.degrees.pp)?;
-        Self::part_in_stages(config, mesh, vb, layout)
+        Self::part_with(config, mesh, vb, PartConfig::default())
     }
 
-    /// As [`Self::part`], with stages as `layout` has them: see [`block_costs`](crate::block_costs) for one that is balanced.
+    /// As [`Self::part`], divided as `parts` says.
     ///
     /// # Errors
-    /// As for [`Self::part`]; a layout of another number of ranks or blocks.
-    pub fn part_in_stages(
+    /// As for [`Self::part`]; a layout of another number of ranks or blocks, context parallelism that does not fit the heads.
+    pub fn part_with(
         config: &ModelConfig,
         mesh: &Mesh,
         vb: &ParamBuilder,
-        layout: PipelineLayout,
+        parts: PartConfig,
     ) -> Result<ModelPart> {
         config.validate()?;
         Self::check_tp(config, mesh.degrees.tp)?;
         let num_blocks = config.num_hidden_layers + 2;
+        let layout = match parts.layout {
+            Some(layout) => layout,
+            None => PipelineLayout::even(num_blocks, mesh.degrees.pp)?,
+        };
         if layout.num_blocks() != num_blocks {
             bail!(
                 "stages of {} layers; the model has {}",
@@ -55,8 +67,11 @@ impl CausalLm {
         }
         allow_more(config, vb.store());
         let rotary = Arc::new(RotaryTable::new(config, vb.device()));
+        let heads = config.heads_of_rank(mesh.degrees.tp);
+        let context = ContextParallel::new(mesh, &parts.context, heads, vb.dtype())?;
+        let ranks = LayerRanks::new(mesh, context);
         ModelPart::build_stages(mesh, vb, layout, config.hidden_size, |index, vb| {
-            Self::block(config, index, &rotary, &mesh.tp, vb)
+            Self::block(config, index, &rotary, &ranks, vb).map(Block::of_rows)
         })
     }
 
@@ -72,10 +87,10 @@ impl CausalLm {
             allow_more(config, &store);
             Ok(store)
         };
-        let tp = ProcessGroup::single(Device::Cpu);
+        let ranks = LayerRanks::tensor_parallel(&ProcessGroup::single(Device::Cpu));
         let rotary = Arc::new(RotaryTable::new(config, &Device::Cpu));
         ModelPart::check_weights(config.num_hidden_layers + 2, open, |index, vb| {
-            Self::block(config, index, &rotary, &tp, vb)
+            Self::block(config, index, &rotary, &ranks, vb)
         })
     }
 
@@ -83,9 +98,10 @@ impl CausalLm {
         config: &ModelConfig,
         index: usize,
         rotary: &Arc<RotaryTable>,
-        tp: &ProcessGroup,
+        ranks: &LayerRanks,
         vb: ParamBuilder,
     ) -> Result<Block> {
+        let tp = &ranks.tp;
         let model = vb.pp("model");
         if index == 0 {
             let vb = model.pp("embed_tokens");
@@ -100,7 +116,7 @@ impl CausalLm {
         } else if index <= config.num_hidden_layers {
             let layer = index - 1;
             let vb = model.pp("layers").pp(layer);
-            let layer = DecoderLayer::new(config, layer, rotary.clone(), tp, vb)?;
+            let layer = DecoderLayer::new(config, layer, rotary.clone(), ranks, vb)?;
             Ok(layer_block(layer))
         } else {
             Ok(head_block(LmHead::new(config, tp, vb)?))

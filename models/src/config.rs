@@ -87,6 +87,12 @@ impl ModelConfig {
         self.windows.get(index).copied().flatten()
     }
 
+    /// (query, key/value) heads of the one of `tp` tensor-parallel ranks that has fewest query heads.
+    pub fn heads_of_rank(&self, tp: usize) -> (usize, usize) {
+        let fewest = self.num_attention_heads / tp.max(1);
+        (fewest, self.num_key_value_heads.div_ceil(tp.max(1)))
+    }
+
     /// Longest sequence: the factor of linear frequencies times `max_position_embeddings`, YaRN's times the original context, if that
     /// is more, and any with dynamic frequencies.
     pub fn max_seq_len(&self) -> usize {

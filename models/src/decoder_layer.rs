@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
-use candle_parallel::{Gradient, GradientSink, Layer, ParamBuilder, Pass};
+use candle_parallel::{Gradient, GradientSink, Layer, LayerRanks, ParamBuilder, Pass};
 
 use crate::attention::{self, Attention};
 use crate::config::ModelConfig;
@@ -32,7 +31,7 @@ pub struct Saved {
 }
 
 impl DecoderLayer {
-    /// Layer `index` of a model, with the parameters below `vb`, its heads and its MLP divided over `tp`.
+    /// Layer `index` of a model, with the parameters below `vb`, divided over `ranks`.
     ///
     /// # Errors
     /// Parameters that are missing or do not fit, and more ranks than heads.
@@ -40,16 +39,16 @@ impl DecoderLayer {
         config: &ModelConfig,
         index: usize,
         rotary: Arc<RotaryTable>,
-        tp: &ProcessGroup,
+        ranks: &LayerRanks,
         vb: ParamBuilder,
     ) -> Result<Self> {
         let width = config.hidden_size;
         let norm = |name| Norm::new(width, config, Gradient::Complete, vb.pp(name));
         Ok(Self {
             input_layernorm: norm("input_layernorm")?,
-            self_attn: Attention::new(config, index, rotary, tp, vb.pp("self_attn"))?,
+            self_attn: Attention::new(config, index, rotary, ranks, vb.pp("self_attn"))?,
             post_attention_layernorm: norm("post_attention_layernorm")?,
-            mlp: Mlp::new(config, tp, vb.pp("mlp"))?,
+            mlp: Mlp::new(config, &ranks.tp, vb.pp("mlp"))?,
         })
     }
 }
@@ -69,16 +68,6 @@ impl Layer for DecoderLayer {
             mlp,
         };
         Ok((out, saved))
-    }
-
-    fn infer(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
-        let Some(cache) = pass.cache() else {
-            return Ok(self.forward(xs, pass)?.0);
-        };
-        let normed = self.input_layernorm.forward(xs)?;
-        let middle = self.self_attn.infer(&normed, xs, pass, cache)?;
-        let normed = self.post_attention_layernorm.forward(&middle)?;
-        Ok(self.mlp.forward(&normed, &middle, pass)?.0)
     }
 
     fn backward(

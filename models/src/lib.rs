@@ -4,7 +4,6 @@
 
 mod activation;
 mod attention;
-mod attention_cached;
 mod causal_lm;
 mod config;
 mod config_file;
@@ -26,7 +25,7 @@ mod rotary;
 mod scaled_embedding;
 
 pub use activation::Activation;
-pub use causal_lm::CausalLm;
+pub use causal_lm::{CausalLm, PartConfig};
 pub use config::ModelConfig;
 pub use decoder_layer::DecoderLayer;
 pub use families::FAMILIES;

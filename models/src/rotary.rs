@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{Device, Result, Tensor, bail};
-use candle_ops::{DocumentStarts, upload};
+use candle_ops::{Runs, upload};
 
 use crate::config::ModelConfig;
 use crate::rope_kind::RopeKind;
@@ -38,26 +38,44 @@ impl RotaryTable {
         }
     }
 
-    /// (cos, sin) of sequences of `t` tokens, (t, head_dim / 2) each; of those with several documents, where positions count from the first token
-    /// of each, (b, t, head_dim / 2). Angles that depend on a sequence's length depend on the document's.
+    /// (cos, sin) of these rows, (b, t, head_dim / 2) each; (t, head_dim / 2) where all sequences have the same positions. Angles that depend on a
+    /// sequence's length depend on that of the document, of which these rows may be a part.
     ///
     /// # Errors
     /// More positions than the configuration allows.
-    pub fn of(&self, t: usize, documents: Option<&DocumentStarts>) -> Result<(Tensor, Tensor)> {
-        let Some(documents) = documents else {
-            return self.get(t);
-        };
-        let (b, t) = documents.dims();
+    pub fn of(&self, rows: &Runs) -> Result<(Tensor, Tensor)> {
+        let (b, t) = rows.dims();
+        let lens = || rows.runs().iter().zip(rows.document_lens());
+        let first = rows.runs().first().copied();
+        if let Some(first) = first.filter(|first| first.len == t)
+            && lens().all(|(run, len)| (run.start, len) == (first.start, first.start + t))
+        {
+            let (cos, sin) = self.get(first.start + t)?;
+            let own = |table: Tensor| table.narrow(0, first.start, t);
+            return Ok((own(cos)?, own(sin)?));
+        }
         if let RopeKind::Dynamic { .. } = self.kind {
-            let tables: Result<Vec<_>> = documents.lens().map(|len| self.get(len)).collect();
-            let (cos, sin): (Vec<_>, Vec<_>) = tables?.into_iter().unzip();
+            let tables = lens().map(|(run, len)| {
+                let (cos, sin) = self.get(len)?;
+                Ok((
+                    cos.narrow(0, run.start, run.len)?,
+                    sin.narrow(0, run.start, run.len)?,
+                ))
+            });
+            let (mut cos, mut sin): (Vec<_>, Vec<_>) =
+                tables.collect::<Result<Vec<_>>>()?.into_iter().unzip();
+            // Of no rows.
+            let (no_cos, no_sin) = self.get(0)?;
+            cos.push(no_cos);
+            sin.push(no_sin);
             let rows = |tables: Vec<Tensor>| Tensor::cat(&tables, 0)?.reshape((b, t, ()));
             return Ok((rows(cos)?, rows(sin)?));
         }
-        let (cos, sin) = self.get(documents.lens().max().unwrap_or_default())?;
-        let positions = documents.positions().collect();
+        let (cos, sin) = self.get(rows.document_lens().max().unwrap_or_default())?;
+        let positions = rows.positions().map(|position| position as u32).collect();
         let positions = upload(positions, b * t, &self.device)?;
-        let rows = |table: Tensor| table.index_select(&positions, 0)?.reshape((b, t, ()));
+        let width = cos.dim(1)?;
+        let rows = |table: Tensor| table.index_select(&positions, 0)?.reshape((b, t, width));
         Ok((rows(cos)?, rows(sin)?))
     }
 

@@ -13,6 +13,8 @@ mod tensors;
 
 #[path = "end_to_end/combinations.rs"]
 mod combinations;
+#[path = "end_to_end/context_parallel.rs"]
+mod context_parallel;
 #[path = "end_to_end/custom_data.rs"]
 mod custom_data;
 #[path = "end_to_end/degrees.rs"]
@@ -39,6 +41,8 @@ mod layouts;
 mod lora;
 #[path = "end_to_end/memory.rs"]
 mod memory;
+#[path = "end_to_end/pairwise.rs"]
+mod pairwise;
 #[path = "end_to_end/parameter_server.rs"]
 mod parameter_server;
 #[path = "end_to_end/quantized.rs"]

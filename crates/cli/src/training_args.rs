@@ -14,7 +14,7 @@ use candle_train::{
     BatchConfig, Batches, LossHistory, LossRange, LrDecay, LrSchedule, Samples, TrainConfig,
     counted, explain_out_of_memory,
 };
-use candle_train_models::{CausalLm, ModelConfig};
+use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use clap::Args;
 use clap::builder::ArgPredicate;
 
@@ -269,7 +269,11 @@ impl LayoutArgs {
         seq_len: usize,
     ) -> Result<ModelPart> {
         let layout = self.pipeline.layout(mesh.degrees.pp, config, seq_len)?;
-        let part = CausalLm::part_in_stages(config, mesh, vb, layout)
+        let parts = PartConfig {
+            layout: Some(layout),
+            ..PartConfig::default()
+        };
+        let part = CausalLm::part_with(config, mesh, vb, parts)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
         Ok(part.with_recompute(|_| self.recompute.into()))
     }

@@ -64,6 +64,8 @@ pub struct Mesh {
     pub dp: ProcessGroup,
     /// The ranks that hold the other parts of the same sequences.
     pub cp: ProcessGroup,
+    /// The ranks that hold the same parameters and other rows: those of `dp` and `cp` together.
+    pub replicas: ProcessGroup,
     /// The ranks that hold the other parts of the same layers.
     pub tp: ProcessGroup,
     /// The size of each axis.
@@ -101,10 +103,16 @@ impl Mesh {
                 world.rank()
             )));
         }
+        let of_samples = axis(&world, dp, cp * tp)?.along("dp");
+        let replicas = match cp {
+            1 => of_samples.clone(),
+            _ => axis(&world, dp * cp, tp)?.along("replicas"),
+        };
         Ok(Self {
             pp: axis(&world, pp, dp * cp * tp)?.along("pp"),
-            dp: axis(&world, dp, cp * tp)?.along("dp"),
+            dp: of_samples,
             cp: axis(&world, cp, tp)?.along("cp"),
+            replicas,
             tp: axis(&world, tp, 1)?.along("tp"),
             world,
             degrees,
@@ -116,9 +124,16 @@ impl Mesh {
     /// # Errors
     /// The failure of the first group that has one.
     pub fn check(&self) -> Result<()> {
-        [&self.world, &self.pp, &self.dp, &self.cp, &self.tp]
-            .into_iter()
-            .try_for_each(ProcessGroup::check)
+        [
+            &self.world,
+            &self.pp,
+            &self.dp,
+            &self.cp,
+            &self.replicas,
+            &self.tp,
+        ]
+        .into_iter()
+        .try_for_each(ProcessGroup::check)
     }
 }
 

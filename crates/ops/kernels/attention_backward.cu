@@ -38,9 +38,9 @@ __device__ inline Scores scores(const float* queries, const float* grads, int i,
     return {p, p * (dot(grads, i, values, j, a) - delta[row])};
 }
 
-// dq as q. Grid (tiles of queries, heads, b).
+// dq as q; where `sums` is not null, it is added there in f32. Grid (tiles of queries, heads, b).
 template <typename T>
-__device__ void attention_backward_q(T* dq, const T* q, const T* k, const T* v, const T* grad,
+__device__ void attention_backward_q(T* dq, float* sums, const T* q, const T* k, const T* v, const T* grad,
                                      const float* log_sum_exp, const float* delta, const Attention& a) {
     float* queries = shared;
     float* grads = queries + TILE * a.stride();
@@ -52,26 +52,27 @@ __device__ void attention_backward_q(T* dq, const T* q, const T* k, const T* v, 
     int head = (int)blockIdx.y;
     int kv_head = a.kv_head(head);
     int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * TILE;
-    load_tile(queries, q, first, head, a.heads, a);
-    load_tile(grads, grad, first, head, a.heads, a);
+    load_tile(queries, q, first, head, a.heads, a.t, a);
+    load_tile(grads, grad, first, head, a.heads, a.t, a);
 
     float owned[OWNED] = {};
-    for (int key = a.first_key(first); key <= first; key += TILE) {
+    int last_key = a.last_key(first);
+    for (int key = a.first_key(first); key <= last_key; key += TILE) {
         __syncthreads(); // the tile before is used up
-        load_tile(keys, k, key, kv_head, a.kv_heads, a);
-        load_tile(values, v, key, kv_head, a.kv_heads, a);
+        load_tile(keys, k, key, kv_head, a.kv_heads, a.keys, a);
+        load_tile(values, v, key, kv_head, a.kv_heads, a.keys, a);
         __syncthreads();
         Scores s = scores(queries, grads, row, first + row, keys, values, lane, key + lane, head, log_sum_exp, delta, a);
         ds[row * SCORES_STRIDE + lane] = s.ds;
         __syncthreads();
         add_weighted_rows(owned, ds + row * SCORES_STRIDE, 1, keys, a);
     }
-    store_rows(dq, owned, a.scale, first, head, a.heads, a);
+    store_rows(dq, sums, true, owned, a.scale, first, head, a.heads, a.t, a);
 }
 
-// dk as k, dv as v: zeros for heads that no query head reads. Grid (tiles of keys, kv_heads, b).
+// dk as k, dv as v: zeros for heads that no query head reads; where `k_sums` and `v_sums` are not null, they are added there in f32. Grid (tiles of keys, kv_heads, b).
 template <typename T>
-__device__ void attention_backward_kv(T* dk, T* dv, const T* q, const T* k, const T* v, const T* grad,
+__device__ void attention_backward_kv(T* dk, T* dv, float* k_sums, float* v_sums, const T* q, const T* k, const T* v, const T* grad,
                                       const float* log_sum_exp, const float* delta, const Attention& a) {
     float* queries = shared;
     float* grads = queries + TILE * a.stride();
@@ -84,16 +85,17 @@ __device__ void attention_backward_kv(T* dk, T* dv, const T* q, const T* k, cons
     int kv_head = (int)blockIdx.y;
     // The first tiles are seen by most queries, up to the window, and blocks start in this order.
     int first = (int)blockIdx.x * TILE;
-    load_tile(keys, k, first, kv_head, a.kv_heads, a);
-    load_tile(values, v, first, kv_head, a.kv_heads, a);
+    load_tile(keys, k, first, kv_head, a.kv_heads, a.keys, a);
+    load_tile(values, v, first, kv_head, a.kv_heads, a.keys, a);
 
+    int query_end = a.query_end(first);
     float owned_k[OWNED] = {};
     float owned_v[OWNED] = {};
     for (int head = a.first_head(kv_head); head < a.first_head(kv_head + 1); ++head) {
-        for (int query = first; a.tile_sees(query, first); query += TILE) {
+        for (int query = a.first_query(first); query < query_end; query += TILE) {
             __syncthreads(); // the tile before is used up
-            load_tile(queries, q, query, head, a.heads, a);
-            load_tile(grads, grad, query, head, a.heads, a);
+            load_tile(queries, q, query, head, a.heads, a.t, a);
+            load_tile(grads, grad, query, head, a.heads, a.t, a);
             __syncthreads();
             Scores s =
                 scores(queries, grads, row, query + row, keys, values, lane, first + lane, head, log_sum_exp, delta, a);
@@ -105,8 +107,8 @@ __device__ void attention_backward_kv(T* dk, T* dv, const T* q, const T* k, cons
             add_weighted_rows(owned_k, ds + row, SCORES_STRIDE, queries, a);
         }
     }
-    store_rows(dk, owned_k, a.scale, first, kv_head, a.kv_heads, a);
-    store_rows(dv, owned_v, 1.0f, first, kv_head, a.kv_heads, a);
+    store_rows(dk, k_sums, true, owned_k, a.scale, first, kv_head, a.kv_heads, a.keys, a);
+    store_rows(dv, v_sums, true, owned_v, 1.0f, first, kv_head, a.kv_heads, a.keys, a);
 }
 
 extern "C" __global__ void attention_delta_f32(float* delta, const float* o, const float* grad, i64 rows, int t,
@@ -124,51 +126,53 @@ extern "C" __global__ void attention_delta_f16(float* delta, const f16* o, const
     attention_delta(delta, o, grad, rows, t, heads, d);
 }
 
-extern "C" __global__ void attention_backward_q_f32(float* dq, const float* q, const float* k, const float* v,
+extern "C" __global__ void attention_backward_q_f32(float* dq, float* sums, const float* q, const float* k, const float* v,
                                                     const float* grad, const float* log_sum_exp, const float* delta,
-                                                    const u32* starts, int t, int heads, int kv_heads, int d,
+                                                    const u32* ranges, int t, int keys, int heads, int kv_heads, int d,
                                                     int group_size, int group_offset, int window, float scale) {
-    attention_backward_q(dq, q, k, v, grad, log_sum_exp, delta,
-                         {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
+    attention_backward_q(dq, sums, q, k, v, grad, log_sum_exp, delta,
+                         {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
-extern "C" __global__ void attention_backward_q_bf16(bf16* dq, const bf16* q, const bf16* k, const bf16* v,
-                                                     const bf16* grad, const float* log_sum_exp, const float* delta,
-                                                     const u32* starts, int t, int heads, int kv_heads, int d,
-                                                     int group_size, int group_offset, int window, float scale) {
-    attention_backward_q(dq, q, k, v, grad, log_sum_exp, delta,
-                         {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
+extern "C" __global__ void attention_backward_q_bf16(bf16* dq, float* sums, const bf16* q, const bf16* k, const bf16* v,
+                                                    const bf16* grad, const float* log_sum_exp, const float* delta,
+                                                    const u32* ranges, int t, int keys, int heads, int kv_heads, int d,
+                                                    int group_size, int group_offset, int window, float scale) {
+    attention_backward_q(dq, sums, q, k, v, grad, log_sum_exp, delta,
+                         {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
-extern "C" __global__ void attention_backward_q_f16(f16* dq, const f16* q, const f16* k, const f16* v, const f16* grad,
-                                                    const float* log_sum_exp, const float* delta, const u32* starts,
-                                                    int t, int heads, int kv_heads, int d, int group_size,
-                                                    int group_offset, int window, float scale) {
-    attention_backward_q(dq, q, k, v, grad, log_sum_exp, delta,
-                         {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
+extern "C" __global__ void attention_backward_q_f16(f16* dq, float* sums, const f16* q, const f16* k, const f16* v,
+                                                    const f16* grad, const float* log_sum_exp, const float* delta,
+                                                    const u32* ranges, int t, int keys, int heads, int kv_heads, int d,
+                                                    int group_size, int group_offset, int window, float scale) {
+    attention_backward_q(dq, sums, q, k, v, grad, log_sum_exp, delta,
+                         {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
-extern "C" __global__ void attention_backward_kv_f32(float* dk, float* dv, const float* q, const float* k,
-                                                     const float* v, const float* grad, const float* log_sum_exp,
-                                                     const float* delta, const u32* starts, int t, int heads,
-                                                     int kv_heads, int d, int group_size, int group_offset, int window,
-                                                     float scale) {
-    attention_backward_kv(dk, dv, q, k, v, grad, log_sum_exp, delta,
-                          {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
+extern "C" __global__ void attention_backward_kv_f32(float* dk, float* dv, float* k_sums, float* v_sums, const float* q,
+                                                     const float* k, const float* v, const float* grad,
+                                                     const float* log_sum_exp, const float* delta, const u32* ranges,
+                                                     int t, int keys, int heads, int kv_heads, int d, int group_size,
+                                                     int group_offset, int window, float scale) {
+    attention_backward_kv(dk, dv, k_sums, v_sums, q, k, v, grad, log_sum_exp, delta,
+                          {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
-extern "C" __global__ void attention_backward_kv_bf16(bf16* dk, bf16* dv, const bf16* q, const bf16* k, const bf16* v,
-                                                      const bf16* grad, const float* log_sum_exp, const float* delta,
-                                                      const u32* starts, int t, int heads, int kv_heads, int d,
-                                                      int group_size, int group_offset, int window, float scale) {
-    attention_backward_kv(dk, dv, q, k, v, grad, log_sum_exp, delta,
-                          {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
+extern "C" __global__ void attention_backward_kv_bf16(bf16* dk, bf16* dv, float* k_sums, float* v_sums, const bf16* q,
+                                                     const bf16* k, const bf16* v, const bf16* grad,
+                                                     const float* log_sum_exp, const float* delta, const u32* ranges,
+                                                     int t, int keys, int heads, int kv_heads, int d, int group_size,
+                                                     int group_offset, int window, float scale) {
+    attention_backward_kv(dk, dv, k_sums, v_sums, q, k, v, grad, log_sum_exp, delta,
+                          {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
 }
 
-extern "C" __global__ void attention_backward_kv_f16(f16* dk, f16* dv, const f16* q, const f16* k, const f16* v,
-                                                     const f16* grad, const float* log_sum_exp, const float* delta,
-                                                     const u32* starts, int t, int heads, int kv_heads, int d,
-                                                     int group_size, int group_offset, int window, float scale) {
-    attention_backward_kv(dk, dv, q, k, v, grad, log_sum_exp, delta,
-                          {starts, t, heads, kv_heads, d, group_size, group_offset, window, scale});
+extern "C" __global__ void attention_backward_kv_f16(f16* dk, f16* dv, float* k_sums, float* v_sums, const f16* q,
+                                                     const f16* k, const f16* v, const f16* grad,
+                                                     const float* log_sum_exp, const float* delta, const u32* ranges,
+                                                     int t, int keys, int heads, int kv_heads, int d, int group_size,
+                                                     int group_offset, int window, float scale) {
+    attention_backward_kv(dk, dv, k_sums, v_sums, q, k, v, grad, log_sum_exp, delta,
+                          {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
 }

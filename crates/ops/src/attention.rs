@@ -123,17 +123,17 @@ pub fn attention_backward(
     })
 }
 
-/// Adds to `sums`, the gradients of `q`, `k` and `v` in f32, what `k` and `v` give, some of those that the queries see. Log-sum-exp and `delta`, from
-/// [`attention_delta`], are of the output for all of them: with those of `k` and `v` alone the gradients of q and k would be wrong.
+/// Adds to `sums`, the gradients of `q`, `k` and `v` in f32, what `k` and `v` give. If these are some of the keys that the queries see, log-sum-exp and `delta`, from
+/// [`attention_delta`], are of the output for all of them: with those of `k` and `v` alone the gradients of q and k would be wrong. `None`: they are all.
 ///
 /// # Shapes
-/// `delta (b, hq, t)` f32; `sums` in the shapes of q, k and v. [`AttentionGrad::out`] is not read.
+/// `delta (b, hq, t)` f32; `sums` in the shapes of q, k and v. [`AttentionGrad::out`] is read without `delta`, on GPUs.
 ///
 /// # Errors
 /// As [`attention_backward`], and sums of other shapes or dtypes.
 pub fn attention_backward_of_part(
     pass: &AttentionGrad<'_>,
-    delta: &Tensor,
+    delta: Option<&Tensor>,
     spec: &AttentionSpec,
     sums: &[Tensor; 3],
 ) -> Result<()> {
@@ -147,7 +147,9 @@ pub fn attention_backward_of_part(
     } = *pass;
     let blocks = blocks(q, k, v, spec)?;
     check_pass(pass, &[], &blocks)?;
-    if delta.dims() != log_sum_exp.dims() {
+    if let Some(delta) = delta
+        && delta.dims() != log_sum_exp.dims()
+    {
         bail!(
             "{NAME}: expected delta {:?}, got {:?}",
             log_sum_exp.dims(),
@@ -170,8 +172,9 @@ pub fn attention_backward_of_part(
     ProductChoice::from_env()?;
     let values = HostPass::new([q, k, v, grad])?;
     let log_sum_exp = HostF32::new(NAME, "log_sum_exp", log_sum_exp)?;
-    let delta = HostF32::new(NAME, "delta", delta)?;
-    let (log_sum_exp, delta) = (log_sum_exp.read(), delta.read());
+    let delta = delta.map(|delta| HostF32::new(NAME, "delta", delta));
+    let delta = delta.transpose()?;
+    let (log_sum_exp, delta) = (log_sum_exp.read(), delta.as_ref().map(HostF32::read));
     let [dq, dk, dv] = sums;
     let what = "a sum of gradients";
     try_write(NAME, what, dq, q.elem_count(), |dq| {
@@ -179,7 +182,7 @@ pub fn attention_backward_of_part(
             try_write(NAME, what, dv, v.elem_count(), |dv| {
                 by_float!(values.dtype, T => {
                     let [q, k, v, grad] = values.read::<T>();
-                    let numbers = (&log_sum_exp[..], &delta[..]);
+                    let numbers = (&log_sum_exp[..], delta.as_ref().map(|delta| &delta[..]));
                     blocks.add_backward([&q[..], &k, &v], numbers, &grad, [dq, dk, dv]);
                 });
                 Ok(())

@@ -67,10 +67,7 @@ impl<'a> AttentionBlocks<'a> {
         (hq, hkv, d): (usize, usize, usize),
         spec: &'a AttentionSpec,
     ) -> Self {
-        let plain = || AttentionRows {
-            queries: Runs::sequences(b, t),
-            keys: Runs::sequences(b, tk),
-        };
+        let plain = || AttentionRows::new(Runs::sequences(b, t), Runs::sequences(b, tk));
         let rows = spec.rows.clone().unwrap_or_else(plain);
         let seen = rows.seen(spec.window);
         let num_pairs: usize = seen.iter().map(ExactSizeIterator::len).sum();
@@ -258,14 +255,14 @@ impl<'a> AttentionBlocks<'a> {
     pub(crate) fn add_backward<T: Element>(
         &self,
         values: [&[T]; 3],
-        (log_sum_exp, delta): (&[f32], &[f32]),
+        (log_sum_exp, delta): (&[f32], Option<&[f32]>),
         grad: &[T],
         gradients: [&mut [f32]; 3],
     ) {
         let pass = Backward {
             log_sum_exp,
             grad,
-            delta: Some(delta),
+            delta,
         };
         let of = Gradients {
             of: gradients,

@@ -1,9 +1,13 @@
 //! Several documents in one sequence: where each begins.
 
-use candle_core::{Device, Result, Tensor, bail};
-use std::sync::{Arc, Mutex, PoisonError};
-
-use crate::upload;
+use candle_core::{Result, bail};
+use std::sync::Arc;
+#[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
+use {
+    crate::upload,
+    candle_core::{Device, Tensor},
+    std::sync::{Mutex, PoisonError},
+};
 
 /// The documents that sequences are made of: attention never leaves one, and positions count from its first token.
 ///
@@ -19,19 +23,17 @@ struct Starts {
     lens: Vec<usize>,
     dims: (usize, usize),
     /// On GPUs that asked for them.
+    #[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
     on_gpus: Mutex<Vec<(OnGpu, Tensor)>>,
 }
 
 /// What a GPU is given of documents.
+#[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum OnGpu {
-    /// Of each token where its document begins.
-    Starts,
     /// Of each document where it begins in tensors with so many values for each token, and its length.
-    #[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
     Ragged([usize; 3]),
     /// Of each place of each document the token, with as many places as the longest may have.
-    #[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
     Places,
 }
 
@@ -72,6 +74,7 @@ impl DocumentStarts {
             starts,
             lens,
             dims: (b, t),
+            #[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
             on_gpus: Mutex::default(),
         })))
     }
@@ -98,16 +101,8 @@ impl DocumentStarts {
         self.0.lens.iter().copied()
     }
 
-    /// [`Self::starts`] on `device`, (b, t) u32; a GPU gets them once.
-    ///
-    /// # Errors
-    /// When the device cannot take them.
-    pub fn on(&self, device: &Device) -> Result<Tensor> {
-        self.on_gpu(OnGpu::Starts, device, || self.0.starts.clone())?
-            .reshape(self.0.dims)
-    }
-
     /// The numbers on `device`; a GPU gets them once.
+    #[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
     pub(crate) fn on_gpu(
         &self,
         what: OnGpu,

@@ -5,6 +5,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::DocumentStarts;
+#[cfg(feature = "cuda")]
+use {
+    crate::upload,
+    candle_core::{Device, Tensor},
+    std::sync::{Mutex, PoisonError},
+};
 
 /// A stretch of one document whose tokens lie one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -292,13 +298,23 @@ impl From<&DocumentStarts> for Runs {
 }
 
 /// Rows of queries, and the rows of keys and values that they see a part of: keys of their own document up to their own position, and from
-/// where their window begins.
-#[derive(Clone, Debug, PartialEq)]
+/// where their window begins. Cloning shares the values.
+#[derive(Clone, Debug)]
 pub struct AttentionRows {
-    /// Of q.
-    pub queries: Runs,
-    /// Of k and v.
-    pub keys: Runs,
+    queries: Runs,
+    keys: Runs,
+    /// What GPUs were given of them, each for a window and tiles of so many keys.
+    #[cfg(feature = "cuda")]
+    on_gpus: Arc<Mutex<Vec<OnGpu>>>,
+}
+
+#[cfg(feature = "cuda")]
+type OnGpu = ((Option<usize>, usize), Tensor);
+
+impl PartialEq for AttentionRows {
+    fn eq(&self, other: &Self) -> bool {
+        self.queries == other.queries && self.keys == other.keys
+    }
 }
 
 impl From<DocumentStarts> for AttentionRows {
@@ -311,10 +327,7 @@ impl From<DocumentStarts> for AttentionRows {
 impl From<Runs> for AttentionRows {
     /// Queries and keys of the same rows.
     fn from(rows: Runs) -> Self {
-        Self {
-            queries: rows.clone(),
-            keys: rows,
-        }
+        Self::new(rows.clone(), rows)
     }
 }
 
@@ -326,6 +339,81 @@ pub(crate) struct SequenceRows {
 }
 
 impl AttentionRows {
+    /// Rows of q, and of k and v.
+    pub fn new(queries: Runs, keys: Runs) -> Self {
+        Self {
+            queries,
+            keys,
+            #[cfg(feature = "cuda")]
+            on_gpus: Arc::default(),
+        }
+    }
+
+    /// Of q.
+    pub fn queries(&self) -> &Runs {
+        &self.queries
+    }
+
+    /// Of k and v.
+    pub fn keys(&self) -> &Runs {
+        &self.keys
+    }
+
+    /// What a GPU's kernels read, once for each window: of each query the first key that it sees, counted in its tensor's sequence, and of each
+    /// the end; then of each tile of keys the first query that may see one of them, and of each the end.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_gpu(
+        &self,
+        window: Option<usize>,
+        tile: usize,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let mut known = self.on_gpus.lock().unwrap_or_else(PoisonError::into_inner);
+        let what = (window, tile);
+        let found = known
+            .iter()
+            .find(|(of, table)| *of == what && table.device().same_device(device));
+        if let Some((_, table)) = found {
+            return Ok(table.clone());
+        }
+        let numbers = self.table(window, tile);
+        let len = numbers.len();
+        let table = upload(numbers, len, device)?;
+        known.push((what, table.clone()));
+        Ok(table)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn table(&self, window: Option<usize>, tile: usize) -> Vec<u32> {
+        let ((b, t), (_, num_keys)) = (self.queries.dims(), self.keys.dims());
+        let mut seen = self.seen(window);
+        for sequence in self.sequences() {
+            // Counted from the first key of the sequence of the tensor.
+            let first = (sequence.keys.start % num_keys.max(1)) as u32;
+            for seen in &mut seen[sequence.queries] {
+                *seen = seen.start + first..seen.end + first;
+            }
+        }
+        let num_tiles = num_keys.div_ceil(tile);
+        let mut queries = vec![u32::MAX..0; b * num_tiles];
+        for (row, seen) in seen.iter().enumerate().filter(|(_, seen)| !seen.is_empty()) {
+            let (sequence, query) = (row / t, (row % t) as u32);
+            for of_tile in seen.start as usize / tile..(seen.end as usize).div_ceil(tile) {
+                let queries = &mut queries[sequence * num_tiles + of_tile];
+                *queries = queries.start.min(query)..query + 1;
+            }
+        }
+        let queries = queries
+            .into_iter()
+            .map(|queries| queries.start.min(queries.end)..queries.end);
+        let queries: Vec<_> = queries.collect();
+        let firsts_and_ends = |ranges: &[Range<u32>]| -> Vec<u32> {
+            let firsts = ranges.iter().map(|range| range.start);
+            firsts.chain(ranges.iter().map(|range| range.end)).collect()
+        };
+        [firsts_and_ends(&seen), firsts_and_ends(&queries)].concat()
+    }
+
     /// The rows of each sequence.
     pub(crate) fn sequences(&self) -> Vec<SequenceRows> {
         let pairs = self.queries.0.sequences.iter().zip(&self.keys.0.sequences);

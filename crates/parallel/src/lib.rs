@@ -90,6 +90,7 @@
 mod agreement;
 pub mod checkpoint;
 mod checksums;
+mod context_parallel;
 mod files;
 mod gradients;
 mod layers;
@@ -104,9 +105,10 @@ mod placement;
 mod schedule;
 
 pub use agreement::agree;
+pub use context_parallel::{ContextConfig, ContextMethod, ContextParallel, KeptAttention};
 pub use gradients::{GradientSums, Gradients, ReducedGradients, ReducedLoss};
 pub use layers::{
-    ColumnParallelLinear, Head, HeadPartition, Layer, LowRank, RowParallelLinear,
+    ColumnParallelLinear, Head, HeadPartition, Layer, LayerRanks, LowRank, RowParallelLinear,
     VocabParallelEmbedding, VocabParallelHead, column_parallel_backward, column_parallel_linear,
     column_parallel_linear_shard, in_graph, linear_cross_entropy, linear_predictions, regions,
     row_parallel_linear, row_parallel_linear_shard, vocab_parallel_cross_entropy,

@@ -8,7 +8,7 @@ use candle_comm::launch::threads;
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_ops::ProductChoice;
-use candle_parallel::{Layer, ParamStore, Pass, in_graph};
+use candle_parallel::{Layer, LayerRanks, ParamStore, Pass, in_graph};
 use candle_train_models::{DecoderLayer, ModelConfig, RotaryTable};
 
 const B: usize = 2;
@@ -179,7 +179,7 @@ fn ours(
     candle_core::safetensors::save(&tensors, dir.path().join("model.safetensors"))?;
     let vb = ParamStore::from_pretrained(dir.path())?.builder(DType::F32, &Device::Cpu);
     let rotary = Arc::new(RotaryTable::new(&config, &Device::Cpu));
-    let layer = DecoderLayer::new(&config, 0, rotary, tp, vb)?;
+    let layer = DecoderLayer::new(&config, 0, rotary, &LayerRanks::tensor_parallel(tp), vb)?;
     // Plain operations before and after.
     let leaf = Var::from_tensor(&(x.to_dtype(DType::F32)? * 0.5)?)?;
     let y = in_graph(

@@ -26,6 +26,7 @@ use crate::tensors::Tensors;
 pub struct Layout {
     pub pp: usize,
     pub dp: usize,
+    pub cp: usize,
     pub tp: usize,
     pub zero: ZeroStage,
     pub zero_group: Option<usize>,
@@ -41,6 +42,7 @@ impl Layout {
         Self {
             pp,
             dp,
+            cp: 1,
             tp,
             zero: ZeroStage::Zero,
             zero_group: None,
@@ -52,7 +54,7 @@ impl Layout {
     }
 
     pub fn world_size(&self) -> usize {
-        self.pp * self.dp * self.tp
+        self.pp * self.dp * self.cp * self.tp
     }
 
     pub fn data_parallel(&self) -> DataParallel {
@@ -69,7 +71,7 @@ impl Layout {
         Degrees {
             pp: self.pp,
             dp: self.dp,
-            cp: 1,
+            cp: self.cp,
             tp: self.tp,
         }
     }

@@ -12,10 +12,11 @@ use candle_parallel::{
     AdamWConfig, DistributedOptimizer, Gradients, LoraConfig, ParamStore, Pass, Pipeline,
     PipelineLayout, Recompute, Schedule, ZeroStage,
 };
-use candle_train_models::{CausalLm, ModelConfig};
+use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 
 use crate::device::devices;
 use crate::fixture::Fixture;
+use crate::pairwise::{self, Random};
 use crate::run::{Layout, gather};
 use crate::tensors::Tensors;
 
@@ -255,7 +256,15 @@ fn run(case: Case) -> Run {
         let config = case.config();
         let store = case.store()?;
         let vb = store.builder(case.dtype, mesh.world.device());
-        let part = CausalLm::part_in_stages(&config, &mesh, &vb, case.pipeline_layout())?;
+        let part = CausalLm::part_with(
+            &config,
+            &mesh,
+            &vb,
+            PartConfig {
+                layout: Some(case.pipeline_layout()),
+                ..PartConfig::default()
+            },
+        )?;
         let part = part.with_recompute(|_| case.recompute);
         let pipeline =
             Pipeline::new(case.schedule, &mesh).with_prefetch(if case.is_late { 3 } else { 1 });
@@ -335,88 +344,22 @@ fn assert_same(what: &str, got: &Tensors, expected: &Tensors) {
     }
 }
 
-/// A small generator of numbers (xorshift64*).
-struct Random(u64);
-
-impl Random {
-    fn new(seed: usize) -> Self {
-        let mut random = Self((seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        for _ in 0..4 {
-            random.below(2);
-        }
-        random
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % end
-    }
-}
-
-/// Two values of two factors.
-type Pair = ((usize, usize), (usize, usize));
-
-fn pairs(values: &[usize; FACTORS.len()]) -> impl Iterator<Item = Pair> + '_ {
-    (0..FACTORS.len()).flat_map(move |b| (0..b).map(move |a| ((a, values[a]), (b, values[b]))))
-}
-
-/// Cases in which each pair of values occurs that any case has, by chance and by what is still missing.
-fn sample(seed: usize) -> Vec<Case> {
-    let all = all_values();
-    let mut missing: BTreeSet<Pair> = BTreeSet::new();
-    for values in &all {
-        missing.extend(pairs(values));
-    }
-    let mut random = Random::new(seed);
-    let mut cases = Vec::new();
-    while !missing.is_empty() {
-        let candidates = (0..200).map(|_| all[random.below(all.len())]);
-        let num_new = |values: &[usize; FACTORS.len()]| {
-            pairs(values).filter(|pair| missing.contains(pair)).count()
-        };
-        let best = candidates.max_by_key(num_new).unwrap();
-        // When chance finds nothing more, the first case that has a pair which is missing.
-        let best = match num_new(&best) {
-            0 => *all.iter().find(|values| num_new(values) > 0).unwrap(),
-            _ => best,
-        };
-        for pair in pairs(&best) {
-            missing.remove(&pair);
-        }
-        cases.push(Case::of(&best).unwrap());
-    }
-    cases
-}
-
-/// The values of all cases that there are.
-fn all_values() -> Vec<[usize; FACTORS.len()]> {
-    let num_all: usize = FACTORS.iter().product();
-    let values = |mut index: usize| {
-        FACTORS.map(|num_values| {
-            let value = index % num_values;
-            index /= num_values;
-            value
-        })
-    };
-    let all = (0..num_all).map(values);
-    all.filter(|values| Case::of(values).is_some()).collect()
-}
-
 #[test]
 fn every_schedule_gives_the_bits_of_1f1b() {
     if devices().iter().any(|device| !device.is_cpu()) {
         eprintln!("not tested on a GPU: `layouts` is, and takes less time");
         return;
     }
-    let cases = match std::env::var("CANDLE_TRAIN_ALL_SCHEDULES") {
+    let all = pairwise::all(FACTORS, |values| Case::of(values).is_some());
+    let cases: Vec<Case> = match std::env::var("CANDLE_TRAIN_ALL_SCHEDULES") {
         Ok(_) => {
-            let all = all_values().into_iter();
-            let all = all.filter_map(|values| Case::of(&values));
+            let all = all.iter().filter_map(Case::of);
             all.filter(Case::is_of_all).collect()
         }
-        Err(_) => sample(7),
+        Err(_) => pairwise::sample(&all, 7)
+            .iter()
+            .filter_map(Case::of)
+            .collect::<Vec<_>>(),
     };
     let is_all = cases.len() > 1000;
     // One after the other what is compared with the same run.

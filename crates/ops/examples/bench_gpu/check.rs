@@ -24,8 +24,14 @@ pub fn save(device: &Device, file: &[String], seen: Seen) -> Result<()> {
     let inputs = Inputs::new(device, ATTENTION, seen)?;
     let [b, t, ..] = ATTENTION;
     let window = seen.window.unwrap_or(t) as u32;
-    let starts = match &inputs.spec.documents {
-        Some(documents) => documents.starts().to_vec(),
+    // Of each token the first one of its document, in its sequence.
+    let starts: Vec<u32> = match &inputs.spec.rows {
+        Some(rows) => {
+            let positions = rows.queries().positions().enumerate();
+            positions
+                .map(|(row, position)| (row % t - position) as u32)
+                .collect()
+        }
         None => vec![0; b * t],
     };
     let outputs = inputs.forward()?;

@@ -3,7 +3,7 @@
 use super::element::{Element, by_dtype};
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
-use super::values::Values;
+use super::values::{Fresh, Values};
 use crate::attention_spec::NAME;
 use crate::host::detached;
 use crate::{AttentionCode, AttentionSpec, OpOutput};
@@ -12,26 +12,28 @@ use candle_core::{Result, Tensor, bail};
 /// Rows of queries or keys that a block works on.
 const TILE: usize = 16;
 
-/// The output, in the shape and dtype of q, and the log-sum-exp of each row of scores, `(b, heads, t)` f32.
+/// The output, in the shape and dtype of q, or in f32 if it `is_part`, and the log-sum-exp of each row of scores, `(b, heads, t)` f32.
 pub(crate) fn attention_forward(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
     spec: &AttentionSpec,
+    is_part: bool,
 ) -> Result<(OpOutput, Tensor)> {
     let (q, k, v) = (detached(q)?, detached(k)?, detached(v)?);
     #[cfg(feature = "cudnn")]
-    if let Some(done) = super::cudnn::attention_forward([&q, &k, &v], spec)? {
+    if !is_part && let Some(done) = super::cudnn::attention_forward([&q, &k, &v], spec)? {
         AttentionCode::Cudnn.note();
         return Ok(done);
     }
     AttentionCode::Own.note();
-    by_dtype!(NAME, "q", q, T => forward::<T>([&q, &k, &v], spec))
+    by_dtype!(NAME, "q", q, T => forward::<T>([&q, &k, &v], spec, is_part))
 }
 
 fn forward<T: Element>(
     [q, k, v]: [&Tensor; 3],
     spec: &AttentionSpec,
+    is_part: bool,
 ) -> Result<(OpOutput, Tensor)> {
     let gpu = Gpu::of(NAME, q)?;
     let s = Sizes::new(&gpu, q, k, spec)?;
@@ -40,25 +42,29 @@ fn forward<T: Element>(
         gpu.read::<T>("k", k)?,
         gpu.read::<T>("v", v)?,
     );
-    let o = gpu.alloc::<T>(q.elem_count())?;
+    let len = q.elem_count();
+    let o = (!is_part).then(|| gpu.alloc::<T>(len)).transpose()?;
+    let sums = is_part.then(|| gpu.alloc::<f32>(len)).transpose()?;
     let log_sum_exp = gpu.alloc::<f32>(s.num_rows())?;
-    let starts = starts_on_gpu(q, spec)?;
-    let starts = read_starts(&gpu, &starts)?;
+    let ranges = ranges_on_gpu(q, spec)?;
+    let ranges = read_ranges(&gpu, &ranges)?;
     if s.num_rows() > 0 {
-        let launch = gpu.grid(s.blocks(s.heads), BLOCK, s.shared_bytes(2, 1))?;
-        let [t, heads, kv_heads, d] = s.counts(&gpu)?;
+        let launch = gpu.grid(s.blocks(s.t, s.heads), BLOCK, s.shared_bytes(2, 1))?;
+        let [t, keys, heads, kv_heads, d] = s.counts(&gpu)?;
         let [group_size, group_offset, window] = s.seen(&gpu)?;
         // SAFETY: the tensors have the sizes' shapes; block and shared memory are what the kernel asks for.
         unsafe {
             launch::attention_forward(
                 &launch,
-                o.out(),
+                o.as_ref().map(Fresh::out),
+                sums.as_ref().map(Fresh::out),
                 log_sum_exp.out(),
                 q_in.get::<T>(),
                 k.get(),
                 v.get(),
-                starts.as_ref().map(Values::get),
+                ranges.as_ref().map(Values::get),
                 t,
+                keys,
                 heads,
                 kv_heads,
                 d,
@@ -70,21 +76,26 @@ fn forward<T: Element>(
         }?;
     }
     let log_sum_exp = log_sum_exp.into_tensor((s.b, s.heads, s.t));
-    Ok((o.into_output(q.shape()), log_sum_exp))
+    let of_type = o.map(|o| o.into_output(q.shape()));
+    let output = of_type.or_else(|| sums.map(|sums| sums.into_output(q.shape())));
+    match output {
+        Some(output) => Ok((output, log_sum_exp)),
+        None => bail!("{NAME}: neither an output nor a part of one"),
+    }
 }
 
-/// Where the document of each position starts, on the GPU of `q`; none if each sequence is one.
-pub(super) fn starts_on_gpu(q: &Tensor, spec: &AttentionSpec) -> Result<Option<Tensor>> {
-    let documents = spec.documents.as_ref();
-    documents
-        .map(|documents| documents.on(q.device()))
-        .transpose()
+/// What each query sees, on the GPU of `q`; none if that is all before it, up to the window.
+pub(super) fn ranges_on_gpu(q: &Tensor, spec: &AttentionSpec) -> Result<Option<Tensor>> {
+    match (&spec.rows, spec.whole()) {
+        (None, _) | (_, Some(None)) => Ok(None),
+        (Some(rows), _) => rows.on_gpu(spec.window, TILE, q.device()).map(Some),
+    }
 }
 
-/// The values that a kernel reads of what [`starts_on_gpu`] returned.
-pub(super) fn read_starts<'a>(gpu: &Gpu, starts: &'a Option<Tensor>) -> Result<Option<Values<'a>>> {
-    let starts = starts.as_ref();
-    let values = starts.map(|starts| gpu.read::<u32>("the documents", starts));
+/// The values that a kernel reads of what [`ranges_on_gpu`] returned.
+pub(super) fn read_ranges<'a>(gpu: &Gpu, ranges: &'a Option<Tensor>) -> Result<Option<Values<'a>>> {
+    let ranges = ranges.as_ref();
+    let values = ranges.map(|ranges| gpu.read::<u32>("the rows", ranges));
     values.transpose()
 }
 
@@ -92,6 +103,7 @@ pub(super) fn read_starts<'a>(gpu: &Gpu, starts: &'a Option<Tensor>) -> Result<O
 pub(super) struct Sizes<'a> {
     pub(super) b: usize,
     pub(super) t: usize,
+    pub(super) keys: usize,
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
     d: usize,
@@ -101,14 +113,15 @@ pub(super) struct Sizes<'a> {
 impl<'a> Sizes<'a> {
     pub(super) fn new(gpu: &Gpu, q: &Tensor, k: &Tensor, spec: &'a AttentionSpec) -> Result<Self> {
         let (b, t, heads, d) = q.dims4()?;
-        let (_, _, kv_heads, _) = k.dims4()?;
+        let (_, keys, kv_heads, _) = k.dims4()?;
         if d > 256 {
             bail!("{NAME}: expected heads of at most 256, got {d}")
         }
-        gpu.i32(b * t)?;
+        gpu.i32(b * t.max(keys))?;
         Ok(Self {
             b,
             t,
+            keys,
             heads,
             kv_heads,
             d,
@@ -120,9 +133,9 @@ impl<'a> Sizes<'a> {
         self.b * self.t * self.heads
     }
 
-    /// A block for each tile of positions, each head and each sequence.
-    pub(super) fn blocks(&self, heads: usize) -> [usize; 3] {
-        [self.t.div_ceil(TILE), heads, self.b]
+    /// A block for each tile of so many positions, each head and each sequence.
+    pub(super) fn blocks(&self, positions: usize, heads: usize) -> [usize; 3] {
+        [positions.div_ceil(TILE), heads, self.b]
     }
 
     /// Tiles of rows, padded to an odd width so that threads of a warp use different banks, and tiles of scores.
@@ -130,9 +143,10 @@ impl<'a> Sizes<'a> {
         4 * TILE * (row_tiles * (self.d | 1) + (TILE + 1) * score_tiles)
     }
 
-    pub(super) fn counts(&self, gpu: &Gpu) -> Result<[i32; 4]> {
+    pub(super) fn counts(&self, gpu: &Gpu) -> Result<[i32; 5]> {
         let Self {
             t,
+            keys,
             heads,
             kv_heads,
             d,
@@ -140,6 +154,7 @@ impl<'a> Sizes<'a> {
         } = *self;
         Ok([
             gpu.i32(t)?,
+            gpu.i32(keys)?,
             gpu.i32(heads)?,
             gpu.i32(kv_heads)?,
             gpu.i32(d)?,

@@ -1,15 +1,16 @@
 //! The backward pass of causal attention on the GPU: scores are computed again, once for the queries' gradient and once for
 //! that of keys and values.
 
-use super::attention::{Sizes, read_starts, starts_on_gpu};
+use super::attention::{Sizes, ranges_on_gpu, read_ranges};
 use super::element::{Element, by_dtype};
 use super::gpu::{BLOCK, Gpu};
 use super::launch;
+use super::pointer::{In, OptOut};
 use super::values::{Fresh, Values};
 use crate::attention_spec::NAME;
 use crate::host::detached;
 use crate::{AttentionCode, AttentionGrad, AttentionSpec};
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 /// Gradients of q, k and v, in their shapes and dtype.
 ///
@@ -38,12 +39,54 @@ pub(crate) fn attention_backward(
     AttentionCode::Own.note();
     by_dtype!(NAME, "q", q, T => {
         let gpu = Gpu::of(NAME, &q)?;
-        let starts = starts_on_gpu(&q, spec)?;
-        let pass = BackwardPass::new::<T>(&gpu, pass, (spec, &starts))?;
-        let delta = pass.delta::<T>()?;
-        let dq = pass.q_grad::<T>(&delta)?.into_tensor(q.shape());
-        let (dk, dv) = pass.kv_grads::<T>(&delta)?;
-        Ok((dq, dk.into_tensor(k.shape()), dv.into_tensor(v.shape())))
+        let ranges = ranges_on_gpu(&q, spec)?;
+        let pass = BackwardPass::new::<T>(&gpu, pass, (spec, &ranges))?;
+        let out = gpu.read::<T>("the output", &out)?;
+        let delta = pass.delta::<T>(&out)?;
+        let dq = gpu.alloc::<T>(q.elem_count())?;
+        let (dk, dv) = (gpu.alloc::<T>(k.elem_count())?, gpu.alloc::<T>(v.elem_count())?);
+        pass.q_grad::<T>(delta.out().read(), (Some(dq.out()), None))?;
+        pass.kv_grads::<T>(delta.out().read(), [Some(dk.out()), Some(dv.out())], [None, None])?;
+        Ok((dq.into_tensor(q.shape()), dk.into_tensor(k.shape()), dv.into_tensor(v.shape())))
+    })
+}
+
+/// Adds gradients of q, k and v, in their shapes, to sums in f32.
+///
+/// # Errors
+/// When the shapes or dtypes do not fit, or a tensor is not on the same GPU.
+pub(crate) fn attention_backward_of_part(
+    pass: &AttentionGrad<'_>,
+    delta: Option<&Tensor>,
+    spec: &AttentionSpec,
+    sums: &[Tensor; 3],
+) -> Result<()> {
+    let (q, k, v) = (detached(pass.q)?, detached(pass.k)?, detached(pass.v)?);
+    let (log_sum_exp, grad) = (detached(pass.log_sum_exp)?, detached(pass.grad)?);
+    let pass = AttentionGrad {
+        q: &q,
+        k: &k,
+        v: &v,
+        out: pass.out,
+        log_sum_exp: &log_sum_exp,
+        grad: &grad,
+    };
+    let delta = match delta {
+        Some(delta) => detached(delta)?,
+        None => crate::attention_delta(&pass.out.to_dtype(DType::F32)?, &grad)?,
+    };
+    let [dq, dk, dv] = sums;
+    AttentionCode::Own.note();
+    by_dtype!(NAME, "q", q, T => {
+        let gpu = Gpu::of(NAME, &q)?;
+        let ranges = ranges_on_gpu(&q, spec)?;
+        let pass = BackwardPass::new::<T>(&gpu, pass, (spec, &ranges))?;
+        let delta = gpu.read::<f32>("delta", &delta)?;
+        let what = "a sum of gradients";
+        gpu.write::<f32>(what, dq, |dq| pass.q_grad::<T>(delta.get(), (None, Some(dq))))?;
+        gpu.write::<f32>(what, dk, |dk| gpu.write::<f32>(what, dv, |dv| {
+            pass.kv_grads::<T>(delta.get(), [None, None], [Some(dk), Some(dv)])
+        }))
     })
 }
 
@@ -51,11 +94,10 @@ pub(crate) fn attention_backward(
 struct BackwardPass<'a> {
     gpu: &'a Gpu,
     sizes: Sizes<'a>,
-    starts: Option<Values<'a>>,
+    ranges: Option<Values<'a>>,
     q: Values<'a>,
     k: Values<'a>,
     v: Values<'a>,
-    out: Values<'a>,
     log_sum_exp: Values<'a>,
     grad: Values<'a>,
 }
@@ -64,38 +106,37 @@ impl<'a> BackwardPass<'a> {
     fn new<T: Element>(
         gpu: &'a Gpu,
         pass: AttentionGrad<'a>,
-        (spec, starts): (&'a AttentionSpec, &'a Option<Tensor>),
+        (spec, ranges): (&'a AttentionSpec, &'a Option<Tensor>),
     ) -> Result<Self> {
         let AttentionGrad {
             q,
             k,
             v,
-            out,
             log_sum_exp,
             grad,
+            ..
         } = pass;
         let sizes = Sizes::new(gpu, q, k, spec)?;
         Ok(Self {
             gpu,
             sizes,
-            starts: read_starts(gpu, starts)?,
+            ranges: read_ranges(gpu, ranges)?,
             q: gpu.read::<T>("q", q)?,
             k: gpu.read::<T>("k", k)?,
             v: gpu.read::<T>("v", v)?,
-            out: gpu.read::<T>("the output", out)?,
             log_sum_exp: gpu.read::<f32>("log_sum_exp", log_sum_exp)?,
             grad: gpu.read::<T>("the gradient", grad)?,
         })
     }
 
     /// The product of output and gradient, summed over each head: `(b, heads, t)`.
-    fn delta<T: Element>(&self) -> Result<Fresh<f32>> {
+    fn delta<T: Element>(&self, out: &Values<'_>) -> Result<Fresh<f32>> {
         let (gpu, rows) = (self.gpu, self.sizes.num_rows());
         let delta = gpu.alloc::<f32>(rows)?;
-        let [t, heads, _, d] = self.sizes.counts(gpu)?;
+        let [t, _, heads, _, d] = self.sizes.counts(gpu)?;
         if rows > 0 {
             let launch = gpu.rows(rows.div_ceil(8), BLOCK, 0)?;
-            let (out, grad) = (self.out.get::<T>(), self.grad.get());
+            let (out, grad) = (out.get::<T>(), self.grad.get());
             // SAFETY: out and grad have rows of d values, delta one for each row.
             unsafe {
                 launch::attention_delta(&launch, delta.out(), out, grad, rows as i64, t, heads, d)
@@ -104,71 +145,82 @@ impl<'a> BackwardPass<'a> {
         Ok(delta)
     }
 
-    fn q_grad<T: Element>(&self, delta: &Fresh<f32>) -> Result<Fresh<T>> {
+    /// Writes the gradient of the queries, or adds it to sums.
+    fn q_grad<T: Element>(
+        &self,
+        delta: In<'_, f32>,
+        (dq, sums): (OptOut<'_, T>, OptOut<'_, f32>),
+    ) -> Result<()> {
         let (gpu, s) = (self.gpu, &self.sizes);
-        let [t, heads, kv_heads, d] = s.counts(gpu)?;
+        let [t, keys, heads, kv_heads, d] = s.counts(gpu)?;
         let [group_size, group_offset, window] = s.seen(gpu)?;
-        let num_rows = s.num_rows();
-        let dq = gpu.alloc::<T>(num_rows * d as usize)?;
-        if num_rows > 0 && d > 0 {
-            // SAFETY: the tensors have the sizes' shapes; block and shared memory are what the kernel asks for.
-            unsafe {
-                launch::attention_backward_q(
-                    &gpu.grid(s.blocks(s.heads), BLOCK, s.shared_bytes(4, 1))?,
-                    dq.out(),
-                    self.q.get::<T>(),
-                    self.k.get(),
-                    self.v.get(),
-                    self.grad.get(),
-                    self.log_sum_exp.get(),
-                    delta.out().read(),
-                    self.starts.as_ref().map(Values::get),
-                    t,
-                    heads,
-                    kv_heads,
-                    d,
-                    group_size,
-                    group_offset,
-                    window,
-                    s.spec.scale,
-                )
-            }?;
+        if s.num_rows() == 0 || d == 0 {
+            return Ok(());
         }
-        Ok(dq)
+        // SAFETY: the tensors have the sizes' shapes; block and shared memory are what the kernel asks for.
+        unsafe {
+            launch::attention_backward_q(
+                &gpu.grid(s.blocks(s.t, s.heads), BLOCK, s.shared_bytes(4, 1))?,
+                dq,
+                sums,
+                self.q.get::<T>(),
+                self.k.get(),
+                self.v.get(),
+                self.grad.get(),
+                self.log_sum_exp.get(),
+                delta,
+                self.ranges.as_ref().map(Values::get),
+                t,
+                keys,
+                heads,
+                kv_heads,
+                d,
+                group_size,
+                group_offset,
+                window,
+                s.spec.scale,
+            )
+        }
     }
 
     /// Of keys and values; zeros for heads that no query reads.
-    fn kv_grads<T: Element>(&self, delta: &Fresh<f32>) -> Result<(Fresh<T>, Fresh<T>)> {
+    fn kv_grads<T: Element>(
+        &self,
+        delta: In<'_, f32>,
+        [dk, dv]: [OptOut<'_, T>; 2],
+        [k_sums, v_sums]: [OptOut<'_, f32>; 2],
+    ) -> Result<()> {
         let (gpu, s) = (self.gpu, &self.sizes);
-        let [t, heads, kv_heads, d] = s.counts(gpu)?;
+        let [t, keys, heads, kv_heads, d] = s.counts(gpu)?;
         let [group_size, group_offset, window] = s.seen(gpu)?;
-        let len = s.b * s.t * s.kv_heads * d as usize;
-        let (dk, dv) = (gpu.alloc::<T>(len)?, gpu.alloc::<T>(len)?);
-        if len > 0 {
-            // SAFETY: the tensors have the sizes' shapes; block and shared memory are what the kernel asks for.
-            unsafe {
-                launch::attention_backward_kv(
-                    &gpu.grid(s.blocks(s.kv_heads), BLOCK, s.shared_bytes(4, 2))?,
-                    dk.out(),
-                    dv.out(),
-                    self.q.get::<T>(),
-                    self.k.get(),
-                    self.v.get(),
-                    self.grad.get(),
-                    self.log_sum_exp.get(),
-                    delta.out().read(),
-                    self.starts.as_ref().map(Values::get),
-                    t,
-                    heads,
-                    kv_heads,
-                    d,
-                    group_size,
-                    group_offset,
-                    window,
-                    s.spec.scale,
-                )
-            }?;
+        if s.b * s.keys * s.kv_heads == 0 || d == 0 {
+            return Ok(());
         }
-        Ok((dk, dv))
+        // SAFETY: the tensors have the sizes' shapes; block and shared memory are what the kernel asks for.
+        unsafe {
+            launch::attention_backward_kv(
+                &gpu.grid(s.blocks(s.keys, s.kv_heads), BLOCK, s.shared_bytes(4, 2))?,
+                dk,
+                dv,
+                k_sums,
+                v_sums,
+                self.q.get::<T>(),
+                self.k.get(),
+                self.v.get(),
+                self.grad.get(),
+                self.log_sum_exp.get(),
+                delta,
+                self.ranges.as_ref().map(Values::get),
+                t,
+                keys,
+                heads,
+                kv_heads,
+                d,
+                group_size,
+                group_offset,
+                window,
+                s.spec.scale,
+            )
+        }
     }
 }

@@ -18,16 +18,16 @@ macro_rules! for_each_kernel {
             }
             "attention_backward" {
                 attention_delta[T](delta: Out<f32>, o: In<T>, grad: In<T>, rows: i64, t: i32, heads: i32, d: i32);
-                attention_backward_q[T](dq: Out<T>, q: In<T>, k: In<T>, v: In<T>, grad: In<T>, log_sum_exp: In<f32>,
-                    delta: In<f32>, starts: OptIn<u32>, t: i32, heads: i32, kv_heads: i32, d: i32, group_size: i32, group_offset: i32,
-                    window: i32, scale: f32);
-                attention_backward_kv[T](dk: Out<T>, dv: Out<T>, q: In<T>, k: In<T>, v: In<T>, grad: In<T>,
-                    log_sum_exp: In<f32>, delta: In<f32>, starts: OptIn<u32>, t: i32, heads: i32, kv_heads: i32, d: i32, group_size: i32,
+                attention_backward_q[T](dq: OptOut<T>, sums: OptOut<f32>, q: In<T>, k: In<T>, v: In<T>, grad: In<T>, log_sum_exp: In<f32>,
+                    delta: In<f32>, ranges: OptIn<u32>, t: i32, keys: i32, heads: i32, kv_heads: i32, d: i32, group_size: i32,
                     group_offset: i32, window: i32, scale: f32);
+                attention_backward_kv[T](dk: OptOut<T>, dv: OptOut<T>, k_sums: OptOut<f32>, v_sums: OptOut<f32>, q: In<T>, k: In<T>, v: In<T>,
+                    grad: In<T>, log_sum_exp: In<f32>, delta: In<f32>, ranges: OptIn<u32>, t: i32, keys: i32, heads: i32, kv_heads: i32,
+                    d: i32, group_size: i32, group_offset: i32, window: i32, scale: f32);
             }
             "attention_forward" {
-                attention_forward[T](o: Out<T>, log_sum_exp: Out<f32>, q: In<T>, k: In<T>, v: In<T>, starts: OptIn<u32>, t: i32, heads: i32,
-                    kv_heads: i32, d: i32, group_size: i32, group_offset: i32, window: i32, scale: f32);
+                attention_forward[T](o: OptOut<T>, sums: OptOut<f32>, log_sum_exp: Out<f32>, q: In<T>, k: In<T>, v: In<T>, ranges: OptIn<u32>,
+                    t: i32, keys: i32, heads: i32, kv_heads: i32, d: i32, group_size: i32, group_offset: i32, window: i32, scale: f32);
             }
             "cast" {
                 round[T](dst: Out<T>, src: In<f32>, len: i64);

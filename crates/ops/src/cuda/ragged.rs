@@ -205,9 +205,9 @@ mod tests {
             random(kv_heads)?,
             (random(kv_heads)? * 0.5)?,
         );
-        let spec = |documents, window| AttentionSpec {
+        let spec = |documents: Option<DocumentStarts>, window| AttentionSpec {
             window,
-            documents,
+            rows: documents.map(Into::into),
             ..AttentionSpec::new(0.5, HeadGroups::new(heads / kv_heads))
         };
         // Uploaded once, whoever asks.

@@ -148,10 +148,8 @@ impl Case {
             let (q, grad) = (rows_of(q, rows)?, rows_of(grad, rows)?);
             let queries = self.runs.take(rows)?;
             let spec_of = |keys: &Runs| {
-                self.spec().with_rows(AttentionRows {
-                    queries: queries.clone(),
-                    keys: keys.clone(),
-                })
+                self.spec()
+                    .with_rows(AttentionRows::new(queries.clone(), keys.clone()))
             };
             let mut all: Option<(Tensor, Tensor)> = None;
             let mut deltas = Vec::new();
@@ -187,7 +185,7 @@ impl Case {
                     _ => &delta,
                 };
                 sums = [sums[0].clone(), dk.clone(), dv.clone()];
-                attention_backward_of_part(&pass, delta, &spec_of(runs), &sums)?;
+                attention_backward_of_part(&pass, Some(delta), &spec_of(runs), &sums)?;
             }
             outs.push(out);
             lses.push(lse.transpose(1, 2)?.contiguous()?.unsqueeze(3)?);
@@ -269,10 +267,9 @@ fn parts_put_together_are_the_whole_and_three_mistakes_are_seen() -> Result<()> 
                         .unsqueeze(0)
                 };
                 let (q, grad) = (take(&q)?, take(&grad)?);
-                let spec = case.spec().with_rows(AttentionRows {
-                    queries: case.runs.take(rows)?,
-                    keys: case.runs.clone(),
-                });
+                let spec = case
+                    .spec()
+                    .with_rows(AttentionRows::new(case.runs.take(rows)?, case.runs.clone()));
                 let (out, lse) = attention_forward(&q, &k, &v, &spec)?;
                 let pass = AttentionGrad {
                     q: &q,
@@ -358,10 +355,7 @@ fn ranks_work_alike_on_packs_of_chat_data() {
             let documents = DocumentStarts::new(starts, (1, 4096)).unwrap();
             let runs = Runs::from(&documents);
             let pairs = (0..num_ranks).map(|rank| {
-                let rows = AttentionRows {
-                    queries: runs.cut(num_ranks, rank).0,
-                    keys: runs.clone(),
-                };
+                let rows = AttentionRows::new(runs.cut(num_ranks, rank).0, runs.clone());
                 rows.num_pairs(None) as f64
             });
             let pairs: Vec<f64> = pairs.collect();

@@ -34,7 +34,7 @@ impl Gradients {
         for values in &compared {
             has = has.rotate_left(1) ^ checksum(values)?;
         }
-        let place = [self.mesh.pp.rank(), self.mesh.dp.rank()];
+        let place = [self.mesh.pp.rank(), self.mesh.replicas.rank()];
         Ok(Comparison::over(tp, &place).summand(has))
     }
 

@@ -130,7 +130,7 @@ impl Gradients {
                 self.divide(index)
             });
         }
-        if !params.data_parallel().overlap || self.mesh.dp.world_size() == 1 {
+        if !params.data_parallel().overlap || self.mesh.replicas.world_size() == 1 {
             return Ok(());
         }
         // In their order, which is the same on every replica, whatever the order of the passes.
@@ -378,7 +378,7 @@ impl Gradients {
             return Vec::new();
         }
         let mut all = vec![[0.0; NUM_OF_RANK]; pp.world_size()];
-        if mesh.dp.rank() == 0 && mesh.tp.rank() == 0 {
+        if mesh.replicas.rank() == 0 && mesh.tp.rank() == 0 {
             let known = self.totals.occupation;
             let [busy, whole] = known.map_or([f64::NAN, 0.0], |known| [known.busy, known.whole]);
             let peak = self
@@ -450,7 +450,7 @@ impl Gradients {
         if let Some(tie) = bucket.tie {
             params.ties()[tie].sum(&stages)?;
         }
-        if bucket.sharing == Sharing::Copies && !self.mesh.dp.sums_in_rank_order() {
+        if bucket.sharing == Sharing::Copies && !self.mesh.replicas.sums_in_rank_order() {
             self.take_first_copy(&own)?;
         }
         Ok(own)

@@ -6,6 +6,7 @@ mod head_by_tiles;
 mod head_partition;
 mod input_grad;
 mod layer;
+mod layer_ranks;
 mod low_rank;
 pub mod regions;
 mod row_parallel_linear;
@@ -20,6 +21,7 @@ pub use column_parallel_linear::{
 pub use head::Head;
 pub use head_partition::HeadPartition;
 pub use layer::{Layer, in_graph};
+pub use layer_ranks::LayerRanks;
 pub use low_rank::LowRank;
 pub use row_parallel_linear::{RowParallelLinear, row_parallel_linear, row_parallel_linear_shard};
 pub use vocab_parallel_cross_entropy::{

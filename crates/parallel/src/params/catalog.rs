@@ -145,7 +145,7 @@ impl GlobalPlacement {
         });
         let own = RankAnnouncement {
             pp_rank,
-            replica: mesh.dp.rank(),
+            replica: mesh.replicas.rank(),
             tp_rank: mesh.tp.rank(),
             params: params.collect(),
         };

@@ -141,9 +141,9 @@ pub(crate) struct ReplicaGroups {
 }
 
 impl ReplicaGroups {
-    /// Splits `mesh.dp`. Every rank must call it.
+    /// Splits `mesh.replicas`. Every rank must call it.
     pub fn new(config: DataParallel, mesh: &Mesh) -> Result<Self> {
-        let dp = &mesh.dp;
+        let dp = &mesh.replicas;
         config.validate(dp.world_size())?;
         let single = || ProcessGroup::single(dp.device().clone());
         let len = match config.zero {

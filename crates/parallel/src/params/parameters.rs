@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 
 use super::allowance::Allowance;
 use super::catalog::{CatalogEntry, GlobalPlacement, SharedRange};
@@ -79,14 +79,7 @@ impl Parameters {
             replicas,
             without_values,
         } = requested;
-        if mesh.degrees.cp > 1 {
-            bail!(
-                "the mesh has cp({}) > 1, but nothing implements context parallelism yet: every rank would train on whole \
-                 sequences and the gradients would be too small\nhint: use cp = 1",
-                mesh.degrees.cp
-            );
-        }
-        replicas.validate(mesh.dp.world_size())?;
+        replicas.validate(mesh.replicas.world_size())?;
         facts.add("data parallelism", format!("{replicas:?}"));
         if mesh.world.world_size() > 1 {
             facts.extend(source.facts()?);
@@ -129,7 +122,7 @@ impl Parameters {
                 (Placement::Replicated(_), false) => Sharing::Copies,
                 (Placement::Sharded(_), false) => Sharing::Overlapping,
             };
-        let places = ParamLayout::new(&params, &ties, mesh.dp.world_size(), sharing);
+        let places = ParamLayout::new(&params, &ties, mesh.replicas.world_size(), sharing);
         let meter = MemoryMeter::default();
         let initial = |param: &Param| {
             let values = source.values(&param.wanted())?;
@@ -280,7 +273,7 @@ impl Parameters {
     }
 
     /// The local values of parameter `index`, outside of any graph, when all updates have arrived. If data-parallel ranks
-    /// divide them (ZeRO-3) they are gathered: every rank of `mesh.dp` must call this, and has this one parameter whole.
+    /// divide them (ZeRO-3) they are gathered: every rank of `mesh.replicas` must call this, and has this one parameter whole.
     ///
     /// # Errors
     /// Values that were [released](Self::release), and failures of ranks.
@@ -314,7 +307,7 @@ impl Parameters {
     }
 
     /// Puts the parameters of a block in place for its pass: waits for updates, gathers what replicas divide. The ranks of
-    /// `mesh.dp` call it in the same order.
+    /// `mesh.replicas` call it in the same order.
     ///
     /// # Errors
     /// Values that were released, and failures of ranks.

@@ -37,7 +37,7 @@ impl Parameters {
             }
         }
         copies.compare(mesh, when)?;
-        if mesh.dp.sums_in_rank_order() {
+        if mesh.replicas.sums_in_rank_order() {
             return overlapping.compare(mesh, when);
         }
         if let Some(difference) = overlapping.difference(mesh, when)? {

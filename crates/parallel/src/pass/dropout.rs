@@ -109,13 +109,18 @@ impl Dropout {
         let num_features = dims.last().copied().unwrap_or(1);
         let num_values: usize = dims.iter().product();
         let num_rows = num_values / num_features.max(1);
-        if !num_rows.is_multiple_of(keys.len().max(1)) {
+        let cut = pass.of_cut();
+        let is_whole = cut.is_none_or(|cut| cut.rows().len() == num_rows);
+        if !is_whole || (cut.is_none() && !num_rows.is_multiple_of(keys.len().max(1))) {
             bail!(
                 "the input of a layer with dropout has shape {dims:?}; expected as many rows for each of the {} sequences of the micro-batch",
                 keys.len()
             );
         }
-        let seq_len = num_rows / keys.len().max(1);
+        let seq_len = match cut {
+            None => num_rows / keys.len().max(1),
+            Some(cut) => cut.whole().dims()?.1,
+        };
         // At most 2³² - 1, as the probability is less than 1.
         let threshold = (self.probability * (1u64 << 32) as f64) as u32;
         let all = Indices::from(0..num_features);
@@ -123,6 +128,7 @@ impl Dropout {
         let mut mask = vec![0f32; num_values];
         let rows = mask.par_chunks_mut(num_features.max(1)).enumerate();
         rows.for_each(|(row, mask)| {
+            let row = cut.map_or(row, |cut| cut.rows()[row] as usize);
             let (sequence, position) = (row / seq_len, row % seq_len);
             let key = mix(mix(keys[sequence] ^ self.layer).wrapping_add(position as u64));
             let mut mask = mask.iter_mut();

@@ -1,5 +1,6 @@
 //! What a pass of a micro-batch through a model asks, and what it gives back: gradients of weights and losses.
 
+mod cut;
 mod dropout;
 mod gradient_sink;
 mod key_value_cache;

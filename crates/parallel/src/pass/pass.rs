@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor, bail};
-use candle_ops::{DocumentStarts, IGNORE_INDEX};
+use candle_ops::{AttentionRows, DocumentStarts, IGNORE_INDEX, Runs};
 
+use super::cut::Cut;
 use super::dropout::{Dropout, SequenceKeys};
 use super::key_value_cache::KeyValueCache;
 use super::reports::{Reported, Reports};
@@ -20,6 +22,10 @@ pub struct Pass {
     inputs: Tensor,
     targets: Option<Tensor>,
     documents: Option<DocumentStarts>,
+    /// Made when a block first asks for them.
+    rows: Arc<OnceLock<AttentionRows>>,
+    /// If these are some of the rows of a micro-batch that context-parallel ranks share.
+    cut: Option<Arc<Cut>>,
     mode: Mode,
     /// Takes the losses that a block in plain candle adds.
     added: Option<Arc<Mutex<Vec<Tensor>>>>,
@@ -65,6 +71,8 @@ impl Pass {
             inputs,
             targets: None,
             documents: None,
+            rows: Arc::default(),
+            cut: None,
             mode: Mode::Evaluate,
             added: None,
             is_again: false,
@@ -75,6 +83,7 @@ impl Pass {
     pub fn with_documents(self, documents: impl Into<Option<DocumentStarts>>) -> Self {
         Self {
             documents: documents.into(),
+            rows: Arc::default(),
             ..self
         }
     }
@@ -83,6 +92,7 @@ impl Pass {
     pub fn with_cache(self, cache: KeyValueCache) -> Self {
         Self {
             mode: Mode::Generate(cache),
+            rows: Arc::default(),
             ..self
         }
     }
@@ -208,6 +218,53 @@ impl Pass {
         self.documents.as_ref()
     }
 
+    /// Which tokens the rows of this pass are, and which those whose keys and values this rank has: its own, and while a text is generated the
+    /// `num_before` tokens before them, as many in each layer.
+    ///
+    /// # Errors
+    /// Inputs of fewer than two dims.
+    pub fn rows(&self, num_before: usize) -> Result<AttentionRows> {
+        if let Some(known) = self.rows.get() {
+            return Ok(known.clone());
+        }
+        let (b, t) = self.dims()?;
+        let rows = match (&self.cut, &self.documents) {
+            (Some(cut), _) => cut.own().clone().into(),
+            (None, Some(documents)) => documents.clone().into(),
+            (None, None) if num_before == 0 => Runs::sequences(b, t).into(),
+            (None, None) => AttentionRows::new(
+                Runs::after(b, num_before, t),
+                Runs::sequences(b, num_before + t),
+            ),
+        };
+        Ok(self.rows.get_or_init(|| rows).clone())
+    }
+
+    /// What a context-parallel rank computes of this pass; all of it if the group is this rank alone.
+    ///
+    /// # Errors
+    /// Inputs or targets that are not (b, t, ..).
+    pub(crate) fn cut(&self, cp: &ProcessGroup) -> Result<Self> {
+        if cp.world_size() == 1 {
+            return Ok(self.clone());
+        }
+        let cut = Cut::new(self, cp)?;
+        let targets = self.targets.as_ref().map(|targets| cut.take(targets));
+        Ok(Self {
+            inputs: cut.take(&self.inputs)?,
+            targets: targets.transpose()?,
+            documents: None,
+            rows: Arc::default(),
+            cut: Some(Arc::new(cut)),
+            ..self.clone()
+        })
+    }
+
+    /// If this is a part of a micro-batch that context-parallel ranks share, which one.
+    pub(crate) fn of_cut(&self) -> Option<&Arc<Cut>> {
+        self.cut.as_ref()
+    }
+
     /// While a text is generated, what comes before the inputs.
     pub fn cache(&self) -> Option<&KeyValueCache> {
         match &self.mode {
@@ -252,7 +309,9 @@ impl Pass {
         if let Some(known) = training.sequences.get() {
             return Ok(Some(known));
         }
-        let keys = SequenceKeys::new(self, training.seed, training.step)?;
+        // Of whole sequences, of which no rank of several has all tokens after the cut.
+        let whole = self.cut.as_ref().map_or(self, |cut| cut.whole());
+        let keys = SequenceKeys::new(whole, training.seed, training.step)?;
         Ok(Some(training.sequences.get_or_init(|| keys)))
     }
 

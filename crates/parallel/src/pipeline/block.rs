@@ -18,11 +18,32 @@ use crate::pass::{GradientSink, Pass};
 ///
 /// The first block of a model gets the [inputs](Pass::inputs), on the CPU wherever the model computes; blocks between get and give
 /// (b, t, hidden); the last one is a head.
-pub struct Block(pub(super) Link);
+pub struct Block {
+    pub(super) link: Link,
+    pub(super) is_of_rows: bool,
+}
 
 pub(super) enum Link {
     Layer(Box<dyn AnyLayer>),
     Head(Box<dyn Head>),
+}
+
+impl Block {
+    fn new(link: Link) -> Self {
+        Self {
+            link,
+            is_of_rows: false,
+        }
+    }
+
+    /// Says that the block computes each row alone, or attends as [`Pass::rows`] and [`ContextParallel`](crate::ContextParallel) say: then
+    /// context-parallel ranks may each have a part of a sequence.
+    pub fn of_rows(self) -> Self {
+        Self {
+            is_of_rows: true,
+            ..self
+        }
+    }
 }
 
 /// A block that is one layer.
@@ -31,12 +52,12 @@ where
     L: Layer + 'static,
     L::Saved: 'static,
 {
-    Block(Link::Layer(Box::new(layer)))
+    Block::new(Link::Layer(Box::new(layer)))
 }
 
 /// The last block, with a backward pass of its own.
 pub fn head_block(head: impl Head + 'static) -> Block {
-    Block(Link::Head(Box::new(head)))
+    Block::new(Link::Head(Box::new(head)))
 }
 
 /// A block that candle differentiates.

@@ -88,6 +88,8 @@ impl Pipeline {
             if passes.is_empty() {
                 return Ok(sums);
             }
+            let passes = passes.iter().map(|pass| pass.cut(&self.cp));
+            let passes = passes.collect::<Result<Vec<_>>>()?;
             let losses = match self.evaluates_alike.swap(true, Ordering::Relaxed) {
                 true => self.losses(part, &passes, &mut |_, _| Ok(()))?,
                 false => self.losses_twice(part, &passes)?,

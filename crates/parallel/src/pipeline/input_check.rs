@@ -27,7 +27,7 @@ impl InputCheck {
     pub fn new(mesh: &Mesh) -> Option<Self> {
         let is_needed = mesh.world.world_size() > 1;
         is_needed.then(|| Self {
-            has_mates: mesh.degrees.pp * mesh.degrees.tp > 1,
+            has_mates: mesh.degrees.pp * mesh.degrees.cp * mesh.degrees.tp > 1,
             mesh: mesh.clone(),
         })
     }
@@ -44,8 +44,10 @@ impl InputCheck {
         let (world, degrees) = (&self.mesh.world, self.mesh.degrees);
         let place = [self.mesh.dp.rank()];
         let over_replica = Comparison {
-            num_ranks: degrees.pp * degrees.tp,
-            is_first: self.mesh.pp.rank() == 0 && self.mesh.tp.rank() == 0,
+            num_ranks: degrees.pp * degrees.cp * degrees.tp,
+            is_first: [&self.mesh.pp, &self.mesh.cp, &self.mesh.tp]
+                .into_iter()
+                .all(|group| group.rank() == 0),
             place: &place,
         };
         let over_world = Comparison::over(world, &[]);

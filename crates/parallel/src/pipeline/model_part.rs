@@ -143,9 +143,16 @@ impl ModelPart {
                 false => err,
             });
             let block = block.and_then(|block| {
-                if matches!(block.0, Link::Head(_)) != (index + 1 == num_blocks) {
+                if matches!(block.link, Link::Head(_)) != (index + 1 == num_blocks) {
                     bail!(
                         "the last block of a model, and no other, is a head, which gives the loss\nhint: plain_head or head_block makes one"
+                    );
+                }
+                if mesh.degrees.cp > 1 && !block.is_of_rows {
+                    bail!(
+                        "the block does not say how it attends, so context-parallel ranks (cp {}) cannot each have a part of a sequence\nhint: \
+                         cp = 1, or Block::of_rows of a block that computes each row alone or attends by ContextParallel",
+                        mesh.degrees.cp
                     );
                 }
                 Ok(block)
@@ -456,7 +463,7 @@ impl ModelPart {
     ) -> Result<T> {
         let blocks = self.stages.last().map(|stage| stage.blocks.as_slice());
         let last = blocks.and_then(<[StageBlock]>::last);
-        let Some((block, Link::Head(head))) = last.map(|block| (block, &block.block.0)) else {
+        let Some((block, Link::Head(head))) = last.map(|block| (block, &block.block.link)) else {
             bail!("the head of the model is not on this rank")
         };
         let (result, _) = self.run(FORWARD, block, None, || work(head.as_ref()));

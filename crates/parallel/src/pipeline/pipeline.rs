@@ -22,6 +22,7 @@ use crate::schedule::{Instruction, Instructions, Plan};
 pub struct Pipeline {
     schedule: Box<dyn Instructions>,
     pub(super) pp: ProcessGroup,
+    pub(super) cp: ProcessGroup,
     /// Compares what the ranks of a replica are given.
     pub(super) input_check: Option<InputCheck>,
     /// Of forward and backward passes on the device, if they are timed there.
@@ -49,6 +50,7 @@ impl Pipeline {
         Self {
             schedule: Box::new(schedule),
             pp: mesh.pp.clone(),
+            cp: mesh.cp.clone(),
             input_check: InputCheck::new(mesh),
             stopwatches: None,
             occupation: Mutex::new(None),
@@ -183,9 +185,8 @@ impl Pipeline {
         let step = params.num_updates().load(Ordering::Relaxed);
         let (scale, seed) = (gradients.loss_scale(), params.seed());
         let passes = micro_batches.iter();
-        let passes: Vec<Pass> = passes
-            .map(|pass| pass.training(scale, step, seed))
-            .collect();
+        let passes = passes.map(|pass| pass.training(scale, step, seed).cut(&self.cp));
+        let passes: Vec<Pass> = passes.collect::<Result<_>>()?;
         let mut units = Units::new(self, part, &passes, self.input_half(part, &plan))?;
         self.by_stopwatch(ALL_PASSES, || {
             let mut instructions = self.instructions(part, &plan).into_iter();

@@ -53,7 +53,7 @@ impl StageBlock {
     }
 
     pub fn is_head(&self) -> bool {
-        matches!(self.block.0, Link::Head(_))
+        matches!(self.block.link, Link::Head(_))
     }
 
     /// The output of a block that no gradient reaches.
@@ -63,7 +63,7 @@ impl StageBlock {
         pass: &Pass,
         gradients: &Gradients,
     ) -> Result<(Option<Tensor>, Saved)> {
-        let Link::Layer(layer) = &self.block.0 else {
+        let Link::Layer(layer) = &self.block.link else {
             return self.forward(xs, pass);
         };
         if !self.is_known.swap(true, Ordering::Relaxed) {
@@ -87,7 +87,7 @@ impl StageBlock {
             xs: xs.clone(),
             fingerprint,
         };
-        let layer = match &self.block.0 {
+        let layer = match &self.block.link {
             Link::Head(_) => return Ok((None, input(None))),
             Link::Layer(layer) => layer,
         };
@@ -116,7 +116,7 @@ impl StageBlock {
             gradients,
             put: Vec::new(),
         };
-        let results = match (&self.block.0, saved) {
+        let results = match (&self.block.link, saved) {
             (Link::Head(head), Saved::Input { xs, .. }) => {
                 let (loss, dx) = head.loss(&xs, pass, &mut gradients)?;
                 (dx, Some(loss))
@@ -156,7 +156,7 @@ impl StageBlock {
 
     /// What the block gives where nothing is trained; of a head the sum of the losses.
     pub fn infer(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
-        match &self.block.0 {
+        match &self.block.link {
             Link::Layer(layer) => layer.infer(xs, pass),
             Link::Head(head) => Ok(head.evaluate(xs, pass)?.sum),
         }

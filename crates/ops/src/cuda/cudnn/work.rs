@@ -72,7 +72,7 @@ impl Work {
             d,
             window: spec.window.filter(|window| *window < t),
         };
-        let ragged = spec.documents.as_ref().and_then(Ragged::new);
+        let ragged = spec.whole().flatten().and_then(Ragged::new);
         if let Some(ragged) = &ragged {
             let longest = ragged.longest();
             sizes = Sizes {
@@ -188,11 +188,13 @@ pub(super) fn refusal(q: &Tensor, k: &Tensor, spec: &AttentionSpec) -> Result<Op
     let (_, t, heads, d) = q.dims4()?;
     let (_, _, kv_heads, _) = k.dims4()?;
     let (groups, asked_for) = (spec.groups, GpuSettings::get()?.attention);
-    let is_packed = || spec.documents.as_ref().and_then(Ragged::new).is_some();
+    let is_packed = || spec.whole().flatten().and_then(Ragged::new).is_some();
     Ok(if asked_for == Some(AttentionCode::Own) {
         Some("CANDLE_TRAIN_ATTENTION=own".to_string())
     } else if !matches!(q.dtype(), DType::BF16 | DType::F16) {
         Some(format!("it takes BF16 and F16, not {:?}", q.dtype()))
+    } else if spec.whole().is_none() {
+        Some("queries and keys are not the same whole sequences".to_string())
     } else if t < MIN_TOKENS && asked_for != Some(AttentionCode::Cudnn) {
         Some(format!("sequences are shorter than {MIN_TOKENS} tokens"))
     } else if !d.is_multiple_of(8) || d > 256 {

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Compares context-parallel training with that on one rank in all combinations of ranks, methods, tensor, pipeline and data parallelism, stages of ZeRO, packed data,
+# windows and lengths of sequences on at most 8 ranks; CI has a sample of them. It takes about an hour on two cores.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+CANDLE_TRAIN_ALL_CONTEXTS=1 cargo test --workspace --locked --test end_to_end -- --nocapture context_parallel::

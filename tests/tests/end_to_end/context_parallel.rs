@@ -1,0 +1,365 @@
+//! Context-parallel ranks train as one rank does: losses, every gradient, the norm and the weights after ten steps. A sample of all combinations in which each pair
+//! of values occurs; all of them with `scripts/all-contexts.sh`.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use candle_comm::launch::threads_with;
+use candle_comm::{LocalConfig, Mesh};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_ops::{DocumentStarts, IGNORE_INDEX};
+use candle_parallel::{
+    AdamWConfig, ContextConfig, ContextMethod, DistributedOptimizer, Gradients, LoraConfig,
+    ParamStore, Pass, Pipeline, Recompute, Schedule, ZeroStage,
+};
+use candle_train_models::{CausalLm, ModelConfig, PartConfig};
+
+use crate::device::devices;
+use crate::fixture::Fixture;
+use crate::pairwise::{self, Random};
+use crate::run::{Layout, gather};
+use crate::tensors::Tensors;
+
+const LAYERS: usize = 2;
+const STEPS: usize = 10;
+/// Of all replicas together.
+const MICRO_BATCHES: usize = 2;
+
+const FACTORS: [usize; 11] = [
+    RANKS.len(),
+    METHODS.len(),
+    FAMILIES.len(),
+    2,
+    2,
+    2,
+    4,
+    2,
+    5,
+    2,
+    2,
+];
+
+const RANKS: [usize; 5] = [1, 2, 3, 4, 8];
+
+const METHODS: [(ContextMethod, Option<usize>); 4] = [
+    (ContextMethod::Ring, None),
+    (ContextMethod::AllGather, None),
+    (ContextMethod::Ulysses, None),
+    (ContextMethod::Ring, Some(2)),
+];
+
+const FAMILIES: [&str; 5] = ["gqa", "mistral", "qwen2", "qwen3", "gemma"];
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    cp: usize,
+    context: ContextConfig,
+    family: &'static str,
+    pp: usize,
+    dp: usize,
+    tp: usize,
+    zero: ZeroStage,
+    is_packed: bool,
+    /// Tokens of a sequence.
+    t: usize,
+    recompute: Recompute,
+    /// Whether low-rank adapters with dropout are trained, or everything.
+    is_lora: bool,
+    is_late: bool,
+    dtype: DType,
+}
+
+impl Case {
+    fn of(values: &[usize; FACTORS.len()]) -> Option<Self> {
+        let [
+            cp,
+            method,
+            family,
+            pp,
+            dp,
+            tp,
+            zero,
+            packed,
+            t,
+            recompute,
+            lora,
+        ] = *values;
+        let cp = RANKS[cp];
+        let (method, ulysses) = METHODS[method];
+        let case = Self {
+            cp,
+            context: ContextConfig { method, ulysses },
+            family: FAMILIES[family],
+            pp: 1 + pp,
+            dp: 1 + dp,
+            tp: 1 + tp,
+            zero: [
+                ZeroStage::Zero,
+                ZeroStage::One,
+                ZeroStage::Two,
+                ZeroStage::Three,
+            ][zero],
+            is_packed: packed == 1,
+            t: [2 * cp - 1, 2 * cp, 2 * cp + 1, 23, 37][t],
+            recompute: [Recompute::None, Recompute::Full][recompute],
+            is_lora: lora == 1,
+            is_late: (method as usize + family) % 3 == 0,
+            dtype: DType::F32,
+        };
+        let config = case.config();
+        let heads = config.heads_of_rank(case.tp);
+        let fits = cp == 1 || case.context.groups(cp, heads, DType::F32).is_ok();
+        (case.layout().world_size() <= 8 && fits).then_some(case)
+    }
+
+    /// Whether it is one of all: with and without a window, whatever else is combined, but for other families, adapters and recomputation.
+    fn is_of_all(&self) -> bool {
+        let is_plain = !self.is_lora && self.recompute == Recompute::None;
+        is_plain && ["gqa", "mistral"].contains(&self.family)
+    }
+
+    fn layout(self) -> Layout {
+        Layout {
+            cp: self.cp,
+            zero: self.zero,
+            ..Layout::new(self.pp, self.dp, self.tp)
+        }
+    }
+
+    /// One rank for all.
+    fn reference(self) -> Self {
+        Self {
+            cp: 1,
+            context: ContextConfig::default(),
+            pp: 1,
+            dp: 1,
+            tp: 1,
+            zero: ZeroStage::Zero,
+            recompute: Recompute::None,
+            is_late: false,
+            ..self
+        }
+    }
+
+    fn config(self) -> ModelConfig {
+        let config = Fixture::new(self.family).config();
+        let windows = config.windows.iter().take(LAYERS).copied();
+        ModelConfig {
+            num_hidden_layers: LAYERS,
+            windows: windows.collect(),
+            ..config.clone()
+        }
+    }
+
+    fn store(self) -> Result<ParamStore> {
+        let store = ParamStore::init(11).with_data_parallel(self.layout().data_parallel());
+        match self.is_lora {
+            false => Ok(store),
+            true => store.with_lora(LoraConfig {
+                rank: 2,
+                dropout: 0.3,
+                ..LoraConfig::default()
+            }),
+        }
+    }
+
+    /// The micro-batches of a step, of replica `rank` of `num_replicas`: random tokens of two sequences, some without a target, in one document or several.
+    fn batches(
+        self,
+        step: usize,
+        (rank, num_replicas): (usize, usize),
+        vocab: usize,
+    ) -> Result<Vec<Pass>> {
+        let micro_batch = |index: usize| {
+            let mut random = Random::new(step * 64 + index);
+            let (b, t) = (2, self.t);
+            let tokens = (0..b * t).map(|_| random.below(vocab) as u32);
+            let tokens: Vec<u32> = tokens.collect();
+            let targets = (0..b * t).map(|_| match random.below(4) {
+                0 => IGNORE_INDEX,
+                _ => random.below(vocab) as u32,
+            });
+            let mut targets: Vec<u32> = targets.collect();
+            targets[0] = 1;
+            let tensor = |ids: Vec<u32>| Tensor::from_vec(ids, (b, t), &Device::Cpu);
+            let pass = Pass::train(tensor(tokens)?, tensor(targets)?);
+            if !self.is_packed {
+                return Ok(pass);
+            }
+            let mut starts = Vec::new();
+            for _ in 0..b {
+                let first = starts.len();
+                while starts.len() - first < t {
+                    let start = starts.len() - first;
+                    // Also of one token.
+                    let len = (1 + random.below(t)).min(t - start);
+                    starts.extend(std::iter::repeat_n(start as u32, len));
+                }
+            }
+            Ok(pass.with_documents(DocumentStarts::new(starts, (b, t))?))
+        };
+        candle_parallel::part(MICRO_BATCHES, rank, num_replicas)
+            .map(micro_batch)
+            .collect()
+    }
+}
+
+/// What a run gives, on its first rank.
+struct Run {
+    /// The loss of each step, and the norm of its gradients.
+    steps: Vec<(f64, f64)>,
+    evaluation: f64,
+    gradients: Tensors,
+    weights: Tensors,
+}
+
+fn run(case: Case) -> Run {
+    let result = Mutex::new(None);
+    let config = LocalConfig {
+        devices: devices(),
+        delays: case.is_late.then_some(5),
+        ..LocalConfig::new(case.layout().world_size())
+    };
+    let ranks = threads_with(config, |world| {
+        let mesh = Mesh::new(world, case.layout().degrees())?;
+        let config = case.config();
+        let vb = case.store()?.builder(case.dtype, mesh.world.device());
+        let parts = PartConfig {
+            context: case.context,
+            ..PartConfig::default()
+        };
+        let part = CausalLm::part_with(&config, &mesh, &vb, parts)?;
+        let part = part.with_recompute(|_| case.recompute);
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
+        let adamw = AdamWConfig {
+            weight_decay: 0.1,
+            // Adapters begin with gradients that are rounding errors, which less would make updates of.
+            eps: 1e-2,
+            ..AdamWConfig::default()
+        };
+        let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, adamw)?;
+        let (mut steps, mut first) = (Vec::new(), None);
+        let replica = (mesh.dp.rank(), mesh.dp.world_size());
+        for step in 0..STEPS {
+            let batches = case.batches(step, replica, config.vocab_size)?;
+            pipeline.forward_backward(&part, &batches, &mut gradients)?;
+            let reduced = gradients.reduce()?;
+            if step == 0 {
+                let local = reduced.local_gradients()?;
+                first = Some(gather(&part, &mesh, |index| match local.get(&index) {
+                    Some(grad) => Ok(grad.clone()),
+                    None => {
+                        let shape = part.params().get(index).local_shape();
+                        Tensor::zeros(shape, DType::F32, part.device())
+                    }
+                })?);
+            }
+            let report = optimizer.step_reduced(reduced, 0.01, Some(0.5))?;
+            steps.push((report.loss.mean, report.grad_norm));
+        }
+        let weights = gather(&part, &mesh, |index| part.params().values(index))?;
+        let batches = case.batches(STEPS, (0, 1), config.vocab_size)?;
+        let sums = pipeline.evaluate(&part, batches.into_iter().map(Ok))?;
+        // Of the last stage, and each context-parallel rank has its own targets.
+        let of_rank = match mesh.tp.rank() == 0 && mesh.dp.rank() == 0 {
+            true => [sums.loss(), sums.num_targets],
+            false => [0.0; 2],
+        };
+        let of_rank = Tensor::new(&of_rank, mesh.world.device())?;
+        let all = mesh
+            .world
+            .all_reduce(&of_rank, candle_comm::ReduceOp::Sum)?;
+        let all = all.to_vec1::<f64>()?;
+        if mesh.world.rank() == 0 {
+            *result.lock().unwrap() = Some(Run {
+                steps,
+                evaluation: all[0] / all[1],
+                gradients: first.unwrap_or_default(),
+                weights,
+            });
+        }
+        Ok(())
+    });
+    ranks.unwrap_or_else(|err| panic!("{case:?}: {err}"));
+    result.into_inner().unwrap().unwrap()
+}
+
+/// The distance of two vectors by the length of the second.
+fn error(got: &[f32], want: &[f32]) -> f64 {
+    let square = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
+    let pairs = got.iter().zip(want);
+    let distance = square(&mut pairs.map(|(got, want)| f64::from(got - want)));
+    let length = square(&mut want.iter().map(|value| f64::from(*value)));
+    match length == 0.0 {
+        true => distance.sqrt(),
+        false => (distance / length).sqrt(),
+    }
+}
+
+fn check(case: Case, reference: &Run) {
+    let got = run(case);
+    let is_close = |got: f64, want: f64| (got - want).abs() <= 1e-5 * want.abs();
+    for (step, (got, want)) in got.steps.iter().zip(&reference.steps).enumerate() {
+        assert!(
+            is_close(got.0, want.0) && is_close(got.1, want.1),
+            "{case:?}: loss and norm of step {step}: {got:?} instead of {want:?}"
+        );
+    }
+    assert!(
+        is_close(got.evaluation, reference.evaluation),
+        "{case:?}: {} instead of {}",
+        got.evaluation,
+        reference.evaluation
+    );
+    for (what, got, want) in [
+        ("gradient", &got.gradients, &reference.gradients),
+        ("weight", &got.weights, &reference.weights),
+    ] {
+        assert!(got.keys().eq(want.keys()) && !got.is_empty(), "{case:?}");
+        for (name, want) in want {
+            let error = error(&got[name], want);
+            assert!(error <= 1e-4, "{case:?}: {what} of {name}: {error}");
+        }
+    }
+}
+
+#[test]
+fn context_parallel_ranks_train_as_one_does() {
+    if devices().iter().any(|device| !device.is_cpu()) {
+        eprintln!("not tested on a GPU: it takes too long");
+        return;
+    }
+    let all = pairwise::all(FACTORS, |values| Case::of(values).is_some());
+    let num_all = all.len();
+    let is_all = std::env::var("CANDLE_TRAIN_ALL_CONTEXTS").is_ok();
+    let cases: Vec<Case> = match is_all {
+        true => all
+            .iter()
+            .filter_map(Case::of)
+            .filter(Case::is_of_all)
+            .collect(),
+        false => pairwise::sample(&all, 7)
+            .iter()
+            .filter_map(Case::of)
+            .collect(),
+    };
+    let mut by_reference: BTreeMap<String, Vec<Case>> = BTreeMap::new();
+    for case in &cases {
+        let reference = format!("{:?}", case.reference());
+        by_reference.entry(reference).or_default().push(*case);
+    }
+    let mut num_done = 0;
+    for cases_of_one in by_reference.values() {
+        let reference = run(cases_of_one[0].reference());
+        for case in cases_of_one {
+            check(*case, &reference);
+        }
+        num_done += cases_of_one.len();
+        if is_all {
+            eprintln!("{num_done} of {} cases", cases.len());
+        }
+    }
+    eprintln!("{} of {num_all} cases", cases.len());
+    assert!(cases.len() > 30);
+}
