@@ -212,7 +212,7 @@ fn run(args: &Args, flags: &Flags) -> Result<()> {
             args.threads
         );
     }
-    let num_ranks = degrees.pp * degrees.dp * degrees.tp;
+    let num_ranks = degrees.pp * degrees.dp * degrees.cp * degrees.tp;
     if args.threads > 0 {
         ranks.threads_per_rank = Some((args.threads * args.layout.pp / num_ranks).max(1));
     }

@@ -29,6 +29,11 @@ impl TrainingRun<'_> {
         if let Some(idle) = training.without_effect(flags, ranks) {
             print_line(&idle);
         }
+        let (context, tp) = (training.layout.context, ranks.degrees.tp);
+        let dtype = training.layout.dtype.into();
+        if let Ok(Some(words)) = context.in_words(&self.config, tp, dtype) {
+            print_line(&words);
+        }
         if let Some(note) = training.layout.recompute.note() {
             print_line(note);
         }
@@ -137,6 +142,8 @@ impl TrainingRun<'_> {
         let schedule = Schedule::from(layout.pipeline.order.schedule);
         let plan = Plan::new(&schedule, part.layout(), num_micro_batches)?;
         let num_tokens = batches.micro_batch_size * batches.sequences.seq_len;
+        // Of a micro-batch that context-parallel ranks divide.
+        let num_tokens = num_tokens.div_ceil(mesh.cp.world_size());
         let of_stage = |stage| {
             let blocks = part.layout().blocks(stage);
             let blocks = blocks.filter(|&block| block >= part.num_frozen_blocks());

@@ -211,8 +211,12 @@ fn print_origin(manifest: &CheckpointManifest) {
         zero += &format!(" in groups of {group}");
     }
     let (pp, dp, tp) = (layout.pp, layout.dp, layout.tp);
+    let cp = match layout.cp {
+        1 => String::new(),
+        cp => format!(" x cp {cp}"),
+    };
     print_line(&format!(
-        "run {run}, candle-train {program}, pp {pp} x dp {dp} x tp {tp}, {zero}"
+        "run {run}, candle-train {program}, pp {pp} x dp {dp}{cp} x tp {tp}, {zero}"
     ));
     if let Some(lora) = lora {
         print_line(&format!("low-rank adapters: {}", lora_in_words(lora)));

@@ -12,6 +12,7 @@ mod chat;
 mod checkpoint_args;
 mod choices;
 mod config_file;
+mod context_args;
 mod counting_allocator;
 mod data_args;
 mod defaults;
@@ -66,6 +67,7 @@ mod without_effect;
 
 pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory};
 pub use choices::{DTypeChoice, RecomputeChoice, ScheduleChoice, StorageChoice};
+pub use context_args::{ContextArgs, ContextMethodChoice};
 pub use counting_allocator::{CountingAllocator, peak_allocated_bytes};
 pub use finetune::Finetune;
 pub use fingerprint::fingerprint_of_program;

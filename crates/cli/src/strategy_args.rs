@@ -1,5 +1,6 @@
 //! Flags of the strategy by which ranks work together.
 
+use candle_comm::Degrees;
 use candle_core::{Result, bail};
 use candle_train::Consistency;
 use clap::{Args, ValueEnum};
@@ -58,8 +59,9 @@ impl StrategyArgs {
     }
 
     /// An error if workers would be more than one rank each.
-    pub(crate) fn check(&self, (tp, pp): (usize, usize)) -> Result<()> {
-        for (flag, degree) in [("--tp", tp), ("--pp", pp)] {
+    pub(crate) fn check(&self, degrees: &Degrees) -> Result<()> {
+        let Degrees { pp, cp, tp, .. } = *degrees;
+        for (flag, degree) in [("--tp", tp), ("--pp", pp), ("--cp", cp)] {
             if self.num_servers() > 0 && degree > 1 {
                 bail!(
                     "{flag} {degree} is given beside --strategy parameter-server, whose servers divide the parameters themselves, and \

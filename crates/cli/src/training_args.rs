@@ -20,6 +20,7 @@ use clap::builder::ArgPredicate;
 
 use crate::checkpoint_args::CheckpointArgs;
 use crate::choices::{DTypeChoice, LrScheduleChoice, Quantization, RecomputeChoice, ReduceChoice};
+use crate::context_args::ContextArgs;
 use crate::eval_args::EvalArgs;
 use crate::freeze::FreezeArgs;
 use crate::log_args::LogArgs;
@@ -71,7 +72,7 @@ pub struct LayoutArgs {
     /// Pipeline-parallel degree: ranks that have the layers one after the other, in one or several stages each
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     pub pp: usize,
-    /// Data-parallel degree: replicas that share each global batch [default: what the ranks leave after --tp and --pp]
+    /// Data-parallel degree: replicas that share each global batch [default: what the ranks leave after --tp, --pp and --cp]
     ///
     /// Ranks are the processes of a launcher, or one for each GPU of this machine; without either there is one.
     #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(1..))]
@@ -101,6 +102,9 @@ pub struct LayoutArgs {
     /// The stages of a pipeline and their order.
     #[command(flatten)]
     pub pipeline: PipelineArgs,
+    /// How sequences are divided.
+    #[command(flatten)]
+    pub context: ContextArgs,
     /// What to compute again in the backward pass instead of keeping it: less memory, the same bits
     #[arg(long, default_value = "none")]
     pub recompute: RecomputeChoice,
@@ -249,6 +253,7 @@ impl LayoutArgs {
     ) -> Result<()> {
         let degrees = self.degrees();
         CausalLm::check_degrees(config, &Degrees { pp: 1, ..degrees })?;
+        self.context.check(config, degrees.tp, seq_len)?;
         let per_replica = batches.global_batch_size.div_ceil(degrees.dp);
         let num_micro_batches = per_replica.div_ceil(batches.micro_batch_size);
         let plan = self
@@ -271,7 +276,7 @@ impl LayoutArgs {
         let layout = self.pipeline.layout(mesh.degrees.pp, config, seq_len)?;
         let parts = PartConfig {
             layout: Some(layout),
-            ..PartConfig::default()
+            context: self.context.config(),
         };
         let part = CausalLm::part_with(config, mesh, vb, parts)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
@@ -280,7 +285,8 @@ impl LayoutArgs {
 
     /// How many replicas so many ranks make.
     pub(crate) fn replicas_of(&self, num_ranks: usize) -> usize {
-        (num_ranks / self.pp.saturating_mul(self.tp)).max(1)
+        let of_replica = [self.tp, self.context.cp].into_iter();
+        (num_ranks / of_replica.fold(self.pp, usize::saturating_mul)).max(1)
     }
 
     /// The mesh's degrees; without `--dp` as many replicas as a launcher's processes make.
@@ -293,7 +299,7 @@ impl LayoutArgs {
         Degrees {
             pp: self.pp,
             dp,
-            cp: 1,
+            cp: self.context.cp,
             tp: self.tp,
         }
     }
@@ -364,8 +370,9 @@ impl TrainingArgs {
     /// How this process takes part in the run.
     pub(crate) fn run_config(&self) -> Result<RunConfig> {
         let (degrees, strategy) = (self.layout.degrees(), &self.strategy);
-        strategy.check((degrees.tp, degrees.pp))?;
-        self.data_parallel().validate(degrees.dp)?;
+        strategy.check(&degrees)?;
+        let num_replicas = degrees.dp.saturating_mul(degrees.cp);
+        self.data_parallel().validate(num_replicas)?;
         match strategy.num_servers() {
             0 => self.ranks.config(degrees),
             num_servers => self.ranks.config_of_mailboxes(degrees, num_servers),
@@ -428,12 +435,16 @@ impl TrainingArgs {
 
     /// The run in one line.
     pub(crate) fn describe(&self, samples: &Samples, num_steps: usize, run: &RunConfig) -> String {
-        let Degrees { pp, dp, tp, .. } = self.layout.degrees();
+        let Degrees { pp, dp, cp, tp } = self.layout.degrees();
+        let divided = match cp {
+            1 => format!("pp {pp} x dp {dp} x tp {tp}"),
+            _ => format!("pp {pp} x dp {dp} x cp {cp} x tp {tp}"),
+        };
         let strategy = &self.strategy;
         let num_servers = strategy.num_servers();
         let layout = match num_servers {
-            0 if dp == 1 => format!("pp {pp} x dp {dp} x tp {tp}"),
-            0 => format!("pp {pp} x dp {dp} x tp {tp}, ZeRO-{}", self.layout.zero),
+            0 if dp * cp == 1 => divided,
+            0 => format!("{divided}, ZeRO-{}", self.layout.zero),
             _ => format!(
                 "{} and {}, {}",
                 counted(num_servers, "server"),
@@ -453,7 +464,7 @@ impl TrainingArgs {
             counted(num_steps, "step"),
             counted(self.batches.global_batch_size, "sequence"),
             counted(samples.config().seq_len, "token"),
-            counted(pp * dp * tp + num_servers, "rank"),
+            counted(pp * dp * cp * tp + num_servers, "rank"),
             run.describe(),
         )
     }

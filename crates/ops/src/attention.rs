@@ -306,6 +306,13 @@ fn blocks<'a>(
             "{NAME}: expected q (b, t, hq, d) and k, v (b, t, hkv, d), got q {q:?}, k {k:?}, v {v:?}"
         ),
     };
+    if spec.rows.is_none() && (b, t) != (kb, tk) {
+        bail!(
+            "{NAME}: expected k and v of as many positions as q, got q {:?} and k {:?}, without rows that say which they are",
+            q.dims(),
+            k.dims()
+        )
+    }
     spec.validate((b, t), (kb, tk), hq, hkv)?;
     Ok(AttentionBlocks::new((b, t, tk), (hq, hkv, d), spec))
 }

@@ -69,9 +69,6 @@ impl AttentionSpec {
         num_kv_heads: usize,
     ) -> Result<()> {
         match &self.rows {
-            None if queries != keys => bail!(
-                "AttentionSpec: {queries:?} sequences and positions of q and {keys:?} of k and v, without rows that say which they are"
-            ),
             Some(rows) if (rows.queries().dims(), rows.keys().dims()) != (queries, keys) => bail!(
                 "AttentionSpec: expected the documents of {queries:?} sequences and positions of q and {keys:?} of k and v, got those of {:?} and {:?}",
                 rows.queries().dims(),

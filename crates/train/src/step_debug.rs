@@ -17,6 +17,7 @@ impl StepDebug {
             ("world", &mesh.world),
             ("pp", &mesh.pp),
             ("dp", &mesh.dp),
+            ("cp", &mesh.cp),
             ("tp", &mesh.tp),
         ];
         let groups = groups

@@ -148,7 +148,7 @@ fn copies_with_other_values_are_found_in_the_first_step_and_when_saved() {
 }
 
 #[test]
-fn an_axis_that_nothing_implements_is_refused() {
+fn blocks_that_do_not_say_how_they_attend_have_whole_sequences() {
     let degrees = Degrees {
         pp: 1,
         dp: 1,
@@ -158,7 +158,7 @@ fn an_axis_that_nothing_implements_is_refused() {
     on_ranks(2, |world| {
         let mesh = Mesh::new(world, degrees)?;
         let said = message(Chain::default().part(&mesh, &ParamStore::init(5)));
-        assert_says(&said, &["cp(2)", "context parallelism", "hint"]);
+        assert_says(&said, &["block 0", "cp 2", "Block::of_rows", "hint"]);
         Ok(())
     });
 }

@@ -105,7 +105,11 @@ pub(super) fn events(spans: &[Span], mesh: &Mesh, clock: &Clock) -> Result<Strin
 /// Such as `rank 3 (pp 1, dp 0, tp 1)`.
 fn rank_name(mesh: &Mesh) -> String {
     let (pp, dp, tp) = (mesh.pp.rank(), mesh.dp.rank(), mesh.tp.rank());
-    format!("rank {} (pp {pp}, dp {dp}, tp {tp})", mesh.world.rank())
+    let cp = match mesh.cp.world_size() {
+        1 => String::new(),
+        _ => format!(", cp {}", mesh.cp.rank()),
+    };
+    format!("rank {} (pp {pp}, dp {dp}{cp}, tp {tp})", mesh.world.rank())
 }
 
 /// The first track that is free from `start` to `end`, a new one if need be; tracks have the ends of what is on them.

@@ -61,6 +61,11 @@ pub struct CheckpointManifest {
     pub record: serde_json::Value,
 }
 
+/// Of checkpoints from before there was a choice.
+fn one() -> usize {
+    1
+}
+
 /// How a checkpoint was divided over ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -70,6 +75,9 @@ pub struct SavedLayout {
     pub pp: usize,
     /// Replicas.
     pub dp: usize,
+    /// Ranks that shared a sequence.
+    #[serde(default = "one")]
+    pub cp: usize,
     /// Tensor-parallel ranks.
     pub tp: usize,
     /// What the replicas divided.

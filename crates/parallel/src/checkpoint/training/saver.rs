@@ -239,6 +239,7 @@ impl CheckpointSaver {
         let layout = SavedLayout {
             pp: mesh.degrees.pp,
             dp: mesh.degrees.dp,
+            cp: mesh.degrees.cp,
             tp: mesh.degrees.tp,
             zero: params.data_parallel().zero,
             zero_group: params.data_parallel().zero_group,

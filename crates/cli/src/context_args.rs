@@ -1,0 +1,96 @@
+//! Flags of context parallelism: which ranks share a sequence, and how they attend to what the others have.
+
+use candle_core::{DType, Result, bail};
+use candle_parallel::{ContextConfig, ContextMethod};
+use candle_train_models::ModelConfig;
+use clap::{Args, ValueEnum};
+
+use crate::number::whole;
+
+/// How sequences are divided over ranks.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct ContextArgs {
+    /// Context-parallel degree: ranks that share each sequence, for those too long for one
+    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
+    pub cp: usize,
+    /// How context-parallel ranks come to the keys and values of the others
+    #[arg(long, default_value = "auto")]
+    pub cp_method: ContextMethodChoice,
+    /// Ranks of a group that exchanges heads for rows; the groups of --cp lie in a ring [default: as --cp-method says]
+    #[arg(long, value_name = "RANKS", value_parser = whole::<usize>(1..))]
+    pub ulysses: Option<usize>,
+}
+
+/// `--cp-method`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ContextMethodChoice {
+    /// Ring or Ulysses, whichever sends fewer bytes
+    Auto,
+    /// They go from rank to rank, while those that are here are used; any number of heads
+    Ring,
+    /// Each rank gathers all of them, a layer at a time
+    AllGather,
+    /// Ranks exchange heads for rows; no more ranks than query heads
+    Ulysses,
+}
+
+impl ContextArgs {
+    /// What the library takes.
+    pub fn config(&self) -> ContextConfig {
+        let method = match self.cp_method {
+            ContextMethodChoice::Auto => ContextMethod::Auto,
+            ContextMethodChoice::Ring => ContextMethod::Ring,
+            ContextMethodChoice::AllGather => ContextMethod::AllGather,
+            ContextMethodChoice::Ulysses => ContextMethod::Ulysses,
+        };
+        ContextConfig {
+            method,
+            ulysses: self.ulysses,
+        }
+    }
+
+    /// An error if sequences of `seq_len` tokens, or the heads of the model on `tp` ranks, cannot be divided.
+    pub(crate) fn check(&self, config: &ModelConfig, tp: usize, seq_len: usize) -> Result<()> {
+        if self.cp > seq_len {
+            bail!(
+                "--cp {} is more than the {seq_len} tokens of a sequence (--seq-len)\nhint: --cp {seq_len} at most",
+                self.cp
+            );
+        }
+        let heads = config.heads_of_rank(tp);
+        self.config().groups(self.cp, heads, DType::F32).map(drop)
+    }
+
+    /// What is chosen for the run, in words; nothing without context parallelism.
+    pub(crate) fn in_words(
+        &self,
+        config: &ModelConfig,
+        tp: usize,
+        dtype: DType,
+    ) -> Result<Option<String>> {
+        if self.cp == 1 {
+            return Ok(None);
+        }
+        let (ulysses, gathers) = self
+            .config()
+            .groups(self.cp, config.heads_of_rank(tp), dtype)?;
+        let num_groups = self.cp / ulysses;
+        let method = match (ulysses, gathers) {
+            (1, false) => "a ring".to_string(),
+            (1, true) => "all-gather".to_string(),
+            (all, _) if all == self.cp => "Ulysses".to_string(),
+            (some, false) => format!("Ulysses in groups of {some}, in a ring of {num_groups}"),
+            (some, true) => {
+                format!("Ulysses in groups of {some}, and all-gather over {num_groups}")
+            }
+        };
+        let why = match (self.cp_method, self.ulysses) {
+            (ContextMethodChoice::Auto, None) => ", which sends fewest bytes",
+            _ => "",
+        };
+        Ok(Some(format!(
+            "context parallelism: {} ranks share a sequence, by {method}{why}",
+            self.cp
+        )))
+    }
+}
