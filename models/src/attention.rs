@@ -3,12 +3,12 @@
 
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use candle_ops::{AttentionSpec, RopeDirection, Runs, rope_in_place};
 use candle_parallel::{
     ColumnParallelLinear, ContextParallel, Gradient, GradientSink, HeadPartition, KeptAttention,
     Layer, LayerRanks, ParamBuilder, Pass, RowParallelLinear, column_parallel_backward,
-    column_parallel_linear_shard, row_parallel_linear_shard,
+    column_parallel_forward, column_parallel_linear_shard, row_parallel_linear_shard,
 };
 
 use crate::config::ModelConfig;
@@ -52,11 +52,18 @@ impl Attention {
         ranks: &LayerRanks,
         vb: ParamBuilder,
     ) -> Result<Self> {
-        let tp = &ranks.tp;
-        let heads = HeadPartition::new(config.num_attention_heads, config.num_key_value_heads, tp)?;
+        let region = &ranks.region;
+        let (num_heads, num_kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
+        let heads = HeadPartition::new(num_heads, num_kv_heads, region.tp())?;
         let (hidden, head_dim) = (config.hidden_size, config.head_dim);
         let column = |name: &str, shard| {
-            column_parallel_linear_shard(hidden, shard, config.qkv_bias, tp, vb.pp(name))
+            column_parallel_linear_shard(
+                hidden,
+                shard,
+                config.qkv_bias,
+                region.clone(),
+                vb.pp(name),
+            )
         };
         // Ranks have different heads.
         let norm = |name: &str| Norm::new(head_dim, config, Gradient::Partial, vb.pp(name));
@@ -72,7 +79,7 @@ impl Attention {
                 query.clone(),
                 hidden,
                 config.o_bias,
-                tp,
+                region.clone(),
                 vb.pp("o_proj"),
             )?,
             q_proj: column("q_proj", query)?,
@@ -93,18 +100,22 @@ impl Attention {
         })
     }
 
-    /// What the projections make of xs (b, t, hidden): q, k and v, (b, t, heads, head_dim) each.
+    /// What the projections make of xs, (b, t, hidden) outside of the region: q, k and v, (b, t, heads, head_dim) each.
     fn projected(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Tensor, Tensor)> {
-        let (b, t, _hidden) = xs.dims3()?;
-        let heads = |proj: &ColumnParallelLinear, num_heads: usize| {
-            let (ys, _) = proj.forward(xs, pass)?; // (b, t, num_heads * head_dim)
+        let layers = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let nums = [self.num_heads, self.num_kv_heads, self.num_kv_heads];
+        let outputs = column_parallel_forward(&layers, xs, pass)?; // (b, t, num_heads * head_dim) each
+        let heads = |(ys, num_heads): (&Tensor, usize)| {
+            let (b, t, _) = ys.dims3()?;
             ys.reshape((b, t, num_heads, self.head_dim))
         };
-        Ok((
-            heads(&self.q_proj, self.num_heads)?,
-            heads(&self.k_proj, self.num_kv_heads)?,
-            heads(&self.v_proj, self.num_kv_heads)?,
-        ))
+        let mut heads = outputs.iter().zip(nums).map(heads);
+        let mut next = || {
+            heads
+                .next()
+                .unwrap_or_else(|| bail!("attention has three projections"))
+        };
+        Ok((next()?, next()?, next()?))
     }
 
     /// q and k, normed if the family does that.

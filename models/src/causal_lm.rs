@@ -7,7 +7,8 @@ use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result, bail};
 use candle_parallel::{
     Block, ContextConfig, ContextParallel, LayerRanks, ModelPart, ParamBuilder, ParamStore,
-    PipelineLayout, Recompute, head_block, layer_block, stage_blocks, vocab_parallel_embedding,
+    PipelineLayout, Recompute, Region, head_block, layer_block, stage_blocks,
+    vocab_parallel_embedding,
 };
 
 use crate::config::ModelConfig;
@@ -26,6 +27,8 @@ pub struct PartConfig {
     pub layout: Option<PipelineLayout>,
     /// How context-parallel ranks attend.
     pub context: ContextConfig,
+    /// Whether tensor-parallel ranks have each a part of the rows of what lies outside of their regions: norms and residuals.
+    pub sequence_parallel: bool,
 }
 
 impl CausalLm {
@@ -69,10 +72,18 @@ impl CausalLm {
         let rotary = Arc::new(RotaryTable::new(config, vb.device()));
         let heads = config.heads_of_rank(mesh.degrees.tp);
         let context = ContextParallel::new(mesh, &parts.context, heads, vb.dtype())?;
-        let ranks = LayerRanks::new(mesh, context);
-        ModelPart::build_stages(mesh, vb, layout, config.hidden_size, |index, vb| {
+        let region = match parts.sequence_parallel {
+            true => Region::sequence_parallel(&mesh.tp),
+            false => Region::from(&mesh.tp),
+        };
+        let ranks = LayerRanks {
+            region: region.clone(),
+            context,
+        };
+        let part = ModelPart::build_stages(mesh, vb, layout, config.hidden_size, |index, vb| {
             Self::block(config, index, &rotary, &ranks, vb).map(Block::of_rows)
-        })
+        })?;
+        Ok(part.with_region(region))
     }
 
     /// Reads all weights of the checkpoint in `dir`, in the memory of one layer, or of the embedding; how many there are.
@@ -101,13 +112,17 @@ impl CausalLm {
         ranks: &LayerRanks,
         vb: ParamBuilder,
     ) -> Result<Block> {
-        let tp = &ranks.tp;
+        let region = &ranks.region;
         let model = vb.pp("model");
         if index == 0 {
             let vb = model.pp("embed_tokens");
-            let embedding =
-                vocab_parallel_embedding(config.vocab_size, config.hidden_size, tp, vb)?
-                    .with_padding_idx(config.pad_token_id);
+            let embedding = vocab_parallel_embedding(
+                config.vocab_size,
+                config.hidden_size,
+                region.clone(),
+                vb,
+            )?
+            .with_padding_idx(config.pad_token_id);
             let scale = config.embedding_scale;
             Ok(match scale == 1.0 {
                 true => layer_block(embedding),
@@ -119,7 +134,7 @@ impl CausalLm {
             let layer = DecoderLayer::new(config, layer, rotary.clone(), ranks, vb)?;
             Ok(layer_block(layer))
         } else {
-            Ok(head_block(LmHead::new(config, tp, vb)?))
+            Ok(head_block(LmHead::new(config, region, vb)?))
         }
     }
 

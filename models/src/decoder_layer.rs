@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
-use candle_parallel::{Gradient, GradientSink, Layer, LayerRanks, ParamBuilder, Pass};
+use candle_parallel::{GradientSink, Layer, LayerRanks, ParamBuilder, Pass};
 
 use crate::attention::{self, Attention};
 use crate::config::ModelConfig;
@@ -43,12 +43,12 @@ impl DecoderLayer {
         vb: ParamBuilder,
     ) -> Result<Self> {
         let width = config.hidden_size;
-        let norm = |name| Norm::new(width, config, Gradient::Complete, vb.pp(name));
+        let norm = |name| Norm::new(width, config, ranks.region.outside(), vb.pp(name));
         Ok(Self {
             input_layernorm: norm("input_layernorm")?,
             self_attn: Attention::new(config, index, rotary, ranks, vb.pp("self_attn"))?,
             post_attention_layernorm: norm("post_attention_layernorm")?,
-            mlp: Mlp::new(config, &ranks.tp, vb.pp("mlp"))?,
+            mlp: Mlp::new(config, &ranks.region, vb.pp("mlp"))?,
         })
     }
 }

@@ -1,9 +1,8 @@
 //! The last block: final norm, projection to the vocabulary, loss.
 
-use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
 use candle_parallel::{
-    Gradient, GradientSink, Head, Loss, ParamBuilder, Pass, VocabParallelHead, vocab_parallel_head,
+    GradientSink, Head, Loss, ParamBuilder, Pass, Region, VocabParallelHead, vocab_parallel_head,
 };
 
 use crate::config::ModelConfig;
@@ -16,15 +15,15 @@ pub struct LmHead {
 }
 
 impl LmHead {
-    pub(crate) fn new(config: &ModelConfig, tp: &ProcessGroup, vb: ParamBuilder) -> Result<Self> {
+    pub(crate) fn new(config: &ModelConfig, region: &Region, vb: ParamBuilder) -> Result<Self> {
         let weight = match config.tie_word_embeddings {
             true => vb.tied().pp("model.embed_tokens"),
             false => vb.pp("lm_head"),
         };
         let (width, vb) = (config.hidden_size, vb.pp("model.norm"));
         Ok(Self {
-            vocab: vocab_parallel_head(config.vocab_size, width, tp, weight)?,
-            norm: Norm::new(width, config, Gradient::Complete, vb)?,
+            vocab: vocab_parallel_head(config.vocab_size, width, region.clone(), weight)?,
+            norm: Norm::new(width, config, region.outside(), vb)?,
         })
     }
 }

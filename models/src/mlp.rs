@@ -1,10 +1,9 @@
 //! Gated feed-forward layer (arXiv:2002.05202), down(act(gate(x)) · up(x)), with an explicit backward pass.
 
-use candle_comm::ProcessGroup;
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use candle_parallel::{
-    ColumnParallelLinear, GradientSink, Layer, ParamBuilder, Pass, RowParallelLinear,
-    column_parallel_backward, column_parallel_linear, row_parallel_linear,
+    ColumnParallelLinear, GradientSink, Layer, ParamBuilder, Pass, Region, RowParallelLinear,
+    column_parallel_backward, column_parallel_forward, column_parallel_linear, row_parallel_linear,
 };
 
 use crate::activation::Activation;
@@ -26,26 +25,35 @@ pub(crate) struct Saved {
 }
 
 impl Mlp {
-    pub fn new(config: &ModelConfig, tp: &ProcessGroup, vb: ParamBuilder) -> Result<Self> {
+    pub fn new(config: &ModelConfig, region: &Region, vb: ParamBuilder) -> Result<Self> {
         let (hidden, intermediate, bias) = (
             config.hidden_size,
             config.intermediate_size,
             config.mlp_bias,
         );
-        let column =
-            |name: &str| column_parallel_linear(hidden, intermediate, bias, tp, vb.pp(name));
+        let column = |name: &str| {
+            column_parallel_linear(hidden, intermediate, bias, region.clone(), vb.pp(name))
+        };
         Ok(Self {
             gate_proj: column("gate_proj")?,
             up_proj: column("up_proj")?,
-            down_proj: row_parallel_linear(intermediate, hidden, bias, tp, vb.pp("down_proj"))?,
+            down_proj: row_parallel_linear(
+                intermediate,
+                hidden,
+                bias,
+                region.clone(),
+                vb.pp("down_proj"),
+            )?,
             activation: config.activation,
         })
     }
 
     /// residual + mlp(xs), all (b, t, hidden).
     pub fn forward(&self, xs: &Tensor, residual: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
-        let (gate, _) = self.gate_proj.forward(xs, pass)?;
-        let (up, _) = self.up_proj.forward(xs, pass)?;
+        let outputs = column_parallel_forward(&[&self.gate_proj, &self.up_proj], xs, pass)?;
+        let Ok([gate, up]) = <[Tensor; 2]>::try_from(outputs) else {
+            bail!("an MLP has two projections up")
+        };
         let ys = self.activation.forward(&gate, &up)?;
         let (out, _) = self.down_proj.forward_add(&ys, Some(residual), pass)?;
         Ok((out, Saved { gate, up }))

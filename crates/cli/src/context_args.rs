@@ -10,6 +10,9 @@ use crate::number::whole;
 /// How sequences are divided over ranks.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct ContextArgs {
+    /// Tensor-parallel ranks have each a part of the rows between their layers: less memory, and the bytes of an all-reduce in two parts
+    #[arg(long)]
+    pub sequence_parallel: bool,
     /// Context-parallel degree: ranks that share each sequence, for those too long for one
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     pub cp: usize,
@@ -55,6 +58,11 @@ impl ContextArgs {
             bail!(
                 "--cp {} is more than the {seq_len} tokens of a sequence (--seq-len)\nhint: --cp {seq_len} at most",
                 self.cp
+            );
+        }
+        if self.sequence_parallel && tp == 1 {
+            bail!(
+                "--sequence-parallel is given with --tp 1, where there are no ranks to divide rows over\nhint: --tp 2 or more, or leave it out"
             );
         }
         let heads = config.heads_of_rank(tp);

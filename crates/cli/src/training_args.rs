@@ -277,6 +277,7 @@ impl LayoutArgs {
         let parts = PartConfig {
             layout: Some(layout),
             context: self.context.config(),
+            sequence_parallel: self.context.sequence_parallel,
         };
         let part = CausalLm::part_with(config, mesh, vb, parts)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;

@@ -80,7 +80,7 @@ impl<T> Pending<T> {
     }
 
     /// The operation with what `then` makes of its result, when it is waited for.
-    pub(crate) fn map<U>(self, then: impl FnOnce(T) -> Result<U> + Send + 'static) -> Pending<U>
+    pub fn map<U>(self, then: impl FnOnce(T) -> Result<U> + Send + 'static) -> Pending<U>
     where
         T: 'static,
     {

@@ -108,11 +108,12 @@ pub use agreement::agree;
 pub use context_parallel::{ContextConfig, ContextMethod, ContextParallel, KeptAttention};
 pub use gradients::{GradientSums, Gradients, ReducedGradients, ReducedLoss};
 pub use layers::{
-    ColumnParallelLinear, Head, HeadPartition, Layer, LayerRanks, LowRank, RowParallelLinear,
-    VocabParallelEmbedding, VocabParallelHead, column_parallel_backward, column_parallel_linear,
-    column_parallel_linear_shard, in_graph, linear_cross_entropy, linear_predictions, regions,
-    row_parallel_linear, row_parallel_linear_shard, vocab_parallel_cross_entropy,
-    vocab_parallel_embedding, vocab_parallel_head,
+    ColumnParallelLinear, Head, HeadPartition, Layer, LayerRanks, LowRank, Region,
+    RowParallelLinear, VocabParallelEmbedding, VocabParallelHead, column_parallel_backward,
+    column_parallel_forward, column_parallel_linear, column_parallel_linear_shard, in_graph,
+    linear_cross_entropy, linear_predictions, regions, row_parallel_linear,
+    row_parallel_linear_shard, vocab_parallel_cross_entropy, vocab_parallel_embedding,
+    vocab_parallel_head,
 };
 pub use lora::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, LoraTargets};
 pub use memory::{

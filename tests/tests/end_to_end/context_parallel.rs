@@ -1,4 +1,4 @@
-//! Context-parallel ranks train as one rank does: losses, every gradient, the norm and the weights after ten steps. A sample of all combinations in which each pair
+//! Context-parallel and sequence-parallel ranks train as one rank does: losses, every gradient, the norm and the weights after ten steps. A sample of all combinations in which each pair
 //! of values occurs; all of them with `scripts/all-contexts.sh`.
 
 use std::collections::BTreeMap;
@@ -25,7 +25,8 @@ const STEPS: usize = 10;
 /// Of all replicas together.
 const MICRO_BATCHES: usize = 2;
 
-const FACTORS: [usize; 11] = [
+const FACTORS: [usize; 12] = [
+    2,
     RANKS.len(),
     METHODS.len(),
     FAMILIES.len(),
@@ -54,6 +55,7 @@ const FAMILIES: [&str; 5] = ["gqa", "mistral", "qwen2", "qwen3", "gemma"];
 struct Case {
     cp: usize,
     context: ContextConfig,
+    sequence_parallel: bool,
     family: &'static str,
     pp: usize,
     dp: usize,
@@ -72,6 +74,7 @@ struct Case {
 impl Case {
     fn of(values: &[usize; FACTORS.len()]) -> Option<Self> {
         let [
+            sequence_parallel,
             cp,
             method,
             family,
@@ -89,6 +92,7 @@ impl Case {
         let case = Self {
             cp,
             context: ContextConfig { method, ulysses },
+            sequence_parallel: sequence_parallel == 1,
             family: FAMILIES[family],
             pp: 1 + pp,
             dp: 1 + dp,
@@ -109,6 +113,7 @@ impl Case {
         let config = case.config();
         let heads = config.heads_of_rank(case.tp);
         let fits = cp == 1 || case.context.groups(cp, heads, DType::F32).is_ok();
+        let fits = fits && (case.tp > 1 || !case.sequence_parallel);
         (case.layout().world_size() <= 8 && fits).then_some(case)
     }
 
@@ -131,6 +136,7 @@ impl Case {
         Self {
             cp: 1,
             context: ContextConfig::default(),
+            sequence_parallel: false,
             pp: 1,
             dp: 1,
             tp: 1,
@@ -226,6 +232,7 @@ fn run(case: Case) -> Run {
         let vb = case.store()?.builder(case.dtype, mesh.world.device());
         let parts = PartConfig {
             context: case.context,
+            sequence_parallel: case.sequence_parallel,
             ..PartConfig::default()
         };
         let part = CausalLm::part_with(&config, &mesh, &vb, parts)?;

@@ -1,7 +1,7 @@
 //! A linear layer whose output features are divided over tensor-parallel ranks: Y_r = X · W_rᵀ + b_r
 //! (arXiv:1909.08053, section 3).
 
-use candle_comm::{Pending, ProcessGroup, ReduceOp};
+use candle_comm::Pending;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::Init;
 use candle_ops::{linear_bias_grad_into, linear_forward, linear_weight_grad_into};
@@ -9,6 +9,7 @@ use candle_ops::{linear_bias_grad_into, linear_forward, linear_weight_grad_into}
 use super::input_grad::input_grad;
 use super::layer::Layer;
 use super::low_rank::LowRank;
+use super::region::Region;
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
 use crate::pass::{GradientSink, Pass};
 use crate::placement::Shard;
@@ -19,7 +20,7 @@ pub struct ColumnParallelLinear {
     weight: TiledWeight,
     bias: Option<Tensor>,
     low_rank: Option<LowRank>,
-    tp: ProcessGroup,
+    region: Region,
     sums_input_grad: bool,
 }
 
@@ -31,11 +32,12 @@ pub fn column_parallel_linear(
     in_dim: usize,
     out_dim: usize,
     bias: bool,
-    tp: &ProcessGroup,
+    region: impl Into<Region>,
     vb: ParamBuilder,
 ) -> Result<ColumnParallelLinear> {
-    let shard = Shard::even(0, out_dim, tp)?;
-    column_parallel_linear_shard(in_dim, shard, bias, tp, vb)
+    let region = region.into();
+    let shard = Shard::even(0, out_dim, region.tp())?;
+    column_parallel_linear_shard(in_dim, shard, bias, region, vb)
 }
 
 /// A column-parallel layer of which this rank has the output features `shard`: (.., in) -> (.., shard).
@@ -46,7 +48,7 @@ pub fn column_parallel_linear_shard(
     in_dim: usize,
     shard: Shard,
     bias: bool,
-    tp: &ProcessGroup,
+    region: impl Into<Region>,
     vb: ParamBuilder,
 ) -> Result<ColumnParallelLinear> {
     let out_dim = shard.global();
@@ -58,24 +60,28 @@ pub fn column_parallel_linear_shard(
     };
     Ok(ColumnParallelLinear {
         low_rank,
-        ..ColumnParallelLinear::new(weight, bias, tp.clone())
+        ..ColumnParallelLinear::new(weight, bias, region)
     })
 }
 
 impl ColumnParallelLinear {
     /// The layer with the local weight (local_out, in) and bias (local_out).
-    pub fn new(weight: impl Into<TiledWeight>, bias: Option<Tensor>, tp: ProcessGroup) -> Self {
+    pub fn new(
+        weight: impl Into<TiledWeight>,
+        bias: Option<Tensor>,
+        region: impl Into<Region>,
+    ) -> Self {
         Self {
             weight: weight.into(),
             bias,
             low_rank: None,
-            tp,
+            region: region.into(),
             sums_input_grad: true,
         }
     }
 
-    /// The layer without the sum of its input's gradient, for layers that share an input which comes from
-    /// [`super::regions::copy_to_tensor_parallel_region`]: that region sums once for all of them.
+    /// The layer without a border of its own: its input is inside the region already, from
+    /// [`super::regions::copy_to_tensor_parallel_region`] for example, which sums its gradient once for all layers that share it.
     pub fn inside_region(self) -> Self {
         Self {
             sums_input_grad: false,
@@ -100,8 +106,43 @@ impl ColumnParallelLinear {
     }
 }
 
+/// Forward pass of layers that share an input: what each gives, (.., local_out). `xs` (.., in) is what this rank has outside of the layers'
+/// [`Region`], which is entered once.
+///
+/// # Errors
+/// No layers, shapes that do not fit, and what ends collectives.
+pub fn column_parallel_forward(
+    layers: &[&ColumnParallelLinear],
+    xs: &Tensor,
+    pass: &Pass,
+) -> Result<Vec<Tensor>> {
+    let region = shared_border(layers)?;
+    let xs = match region {
+        Some(region) => region.enter(xs, pass)?,
+        None => xs.clone(),
+    };
+    let outputs = layers.iter().map(|layer| layer.product(&xs, pass));
+    outputs.collect()
+}
+
+/// The border that these layers have in common; `None`: they are inside a region.
+fn shared_border<'a>(layers: &[&'a ColumnParallelLinear]) -> Result<Option<&'a Region>> {
+    let Some(first) = layers.first() else {
+        bail!("a pass of no layers; expected at least one");
+    };
+    if layers
+        .iter()
+        .any(|layer| layer.sums_input_grad != first.sums_input_grad)
+    {
+        bail!(
+            "layers that share an input are partly inside a region and partly not\nhint: make all of them inside_region, or none"
+        );
+    }
+    Ok(first.sums_input_grad.then_some(&first.region))
+}
+
 /// Backward pass of layers that share an input, each with the gradient (.., local_out) of its output: the gradient of the
-/// input, summed over the layers' group, which is under way while the weights' gradients are computed.
+/// input as this rank has it outside of the layers' [`Region`], whose sum is under way while the weights' gradients are computed.
 ///
 /// `xs` (.., in) is the input, which any of the layers saved; it may be missing if none of them
 /// [needs](ColumnParallelLinear::needs_input) it.
@@ -114,8 +155,13 @@ pub fn column_parallel_backward(
     pass: &Pass,
     gradients: &mut dyn GradientSink,
 ) -> Result<Tensor> {
-    let Some((first, _)) = layers.first() else {
-        bail!("the backward pass of no layers; expected at least one");
+    let all: Vec<_> = layers.iter().map(|(layer, _)| *layer).collect();
+    let border = shared_border(&all)?;
+    // Under way while what follows from the outputs is computed.
+    let entering = match (border, xs) {
+        (Some(region), Some(xs)) => Some(region.start_enter(xs, pass)?),
+        (None, Some(xs)) => Some(Pending::ready(xs.clone())),
+        (_, None) => None,
     };
     let adapters = layers.iter();
     let adapters = adapters.map(|(layer, dy)| {
@@ -132,18 +178,11 @@ pub fn column_parallel_backward(
     for (adapter, inner) in adapters.iter().flatten() {
         partial = adapter.add_dropped(partial, inner)?;
     }
-    let is_summed_here = layers.iter().any(|(layer, _)| layer.sums_input_grad);
-    if layers
-        .iter()
-        .any(|(layer, _)| layer.sums_input_grad != is_summed_here)
-    {
-        bail!(
-            "layers that share an input are partly inside a region and partly not\nhint: make all of them inside_region, or none"
-        );
-    }
-    let started = match is_summed_here {
-        true => first.tp.start_all_reduce(&partial, ReduceOp::Sum)?,
-        false => Pending::ready(partial),
+    let xs = entering.map(Pending::wait).transpose()?;
+    let xs = xs.as_ref();
+    let started = match border {
+        Some(region) => region.start_leave(&partial)?,
+        None => Pending::ready(partial),
     };
     for ((layer, dy), adapter) in layers.iter().zip(&adapters) {
         layer.put_gradients(dy, xs, gradients)?;
@@ -156,6 +195,20 @@ pub fn column_parallel_backward(
 }
 
 impl ColumnParallelLinear {
+    /// The output for an input inside the region.
+    fn product(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        let bias = self.bias.as_ref().map(Tensor::detach);
+        let ys = self.weight.concat(|rows, tile| {
+            let bias = bias.as_ref();
+            let bias = bias.map(|bias| bias.narrow(0, rows.start, rows.len()));
+            linear_forward(xs, tile, bias.transpose()?.as_ref())
+        })?;
+        match &self.low_rank {
+            None => Ok(ys),
+            Some(adapter) => adapter.forward_add(&ys, xs, pass),
+        }
+    }
+
     fn put_gradients(
         &self,
         dy: &Tensor,
@@ -187,17 +240,11 @@ impl Layer for ColumnParallelLinear {
     /// The input, if what reads it is trained.
     type Saved = Option<Tensor>;
 
-    /// (.., in) -> (.., local_out). The input is the same on all ranks.
+    /// (.., in) -> (.., local_out). The input is what this rank has outside of the [`Region`]: without sequence parallelism the same on all ranks.
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Self::Saved)> {
-        let bias = self.bias.as_ref().map(Tensor::detach);
-        let ys = self.weight.concat(|rows, tile| {
-            let bias = bias.as_ref();
-            let bias = bias.map(|bias| bias.narrow(0, rows.start, rows.len()));
-            linear_forward(xs, tile, bias.transpose()?.as_ref())
-        })?;
-        let ys = match &self.low_rank {
-            None => ys,
-            Some(adapter) => adapter.forward_add(&ys, xs, pass)?,
+        let ys = match self.sums_input_grad {
+            true => self.product(&self.region.enter(xs, pass)?, pass)?,
+            false => self.product(xs, pass)?,
         };
         Ok((ys, self.needs_input().then(|| xs.clone())))
     }

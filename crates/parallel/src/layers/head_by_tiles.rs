@@ -3,13 +3,14 @@
 
 use std::ops::Range;
 
-use candle_comm::{ProcessGroup, ReduceOp};
+use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
     IGNORE_INDEX, cross_entropy_grad_in_place, cross_entropy_loss, linear_forward,
     linear_weight_grad_into, softmax_stats, sum_into,
 };
 
+use super::region::Region;
 use crate::params::TiledWeight;
 use crate::pass::{GradientSink, WeightHalf};
 use crate::placement::Shard;
@@ -47,6 +48,7 @@ impl HeadByTiles {
     /// The sum of the losses, f64, and the gradient of the rows (n, hidden) times `loss_scale`; that of the weight goes to `gradients`.
     pub fn losses_and_grad(
         self,
+        region: &Region,
         loss_scale: f32,
         gradients: &mut dyn GradientSink,
     ) -> Result<(Tensor, Tensor)> {
@@ -56,7 +58,7 @@ impl HeadByTiles {
         sum_into(&sum, true, &losses)?;
         // In f32, rounded once.
         let dx = Tensor::zeros(self.xs.elem_count(), DType::F32, self.xs.device())?;
-        let (dims, dtype, tp) = (self.xs.dims().to_vec(), self.xs.dtype(), self.tp.clone());
+        let (dims, dtype) = (self.xs.dims().to_vec(), self.xs.dtype());
         let weight = self.weight.tensor().clone();
         if !weight.track_op() {
             self.backward(&log_sum_exp, loss_scale, &dx, &mut |_| Ok(()))?;
@@ -80,7 +82,7 @@ impl HeadByTiles {
             gradients.put(&weight, Box::new(grad))?;
         }
         let dx = dx.reshape(dims)?.to_dtype(dtype)?;
-        Ok((sum, tp.all_reduce(&dx, ReduceOp::Sum)?))
+        Ok((sum, region.leave(&dx)?))
     }
 
     /// The sum of the losses, and the number of rows whose largest logit is that of their target, of equal ones the first: f64 scalars on the host.

@@ -1,14 +1,15 @@
 //! The ranks over which a layer is divided.
 
-use candle_comm::{Mesh, ProcessGroup};
+use candle_comm::ProcessGroup;
 
+use super::region::Region;
 use crate::context_parallel::ContextParallel;
 
 /// The ranks over which a layer is divided: its weights, and the rows that it computes.
 #[derive(Clone)]
 pub struct LayerRanks {
-    /// Ranks that have other parts of the layer's weights.
-    pub tp: ProcessGroup,
+    /// Ranks that have other parts of the layer's weights, and what they have outside of the region in which they compute with these.
+    pub region: Region,
     /// Ranks that have other parts of the sequences, and how attention comes to what they have.
     pub context: ContextParallel,
 }
@@ -17,16 +18,8 @@ impl LayerRanks {
     /// The tensor-parallel ranks of this group, for whole sequences.
     pub fn tensor_parallel(tp: &ProcessGroup) -> Self {
         Self {
-            tp: tp.clone(),
+            region: tp.into(),
             context: ContextParallel::none(tp.device()),
-        }
-    }
-
-    /// Those of a mesh.
-    pub fn new(mesh: &Mesh, context: ContextParallel) -> Self {
-        Self {
-            tp: mesh.tp.clone(),
-            context,
         }
     }
 }

@@ -8,6 +8,7 @@ mod input_grad;
 mod layer;
 mod layer_ranks;
 mod low_rank;
+mod region;
 pub mod regions;
 mod row_parallel_linear;
 mod vocab_parallel_cross_entropy;
@@ -15,14 +16,15 @@ mod vocab_parallel_embedding;
 mod vocab_parallel_head;
 
 pub use column_parallel_linear::{
-    ColumnParallelLinear, column_parallel_backward, column_parallel_linear,
-    column_parallel_linear_shard,
+    ColumnParallelLinear, column_parallel_backward, column_parallel_forward,
+    column_parallel_linear, column_parallel_linear_shard,
 };
 pub use head::Head;
 pub use head_partition::HeadPartition;
 pub use layer::{Layer, in_graph};
 pub use layer_ranks::LayerRanks;
 pub use low_rank::LowRank;
+pub use region::Region;
 pub use row_parallel_linear::{RowParallelLinear, row_parallel_linear, row_parallel_linear_shard};
 pub use vocab_parallel_cross_entropy::{
     linear_cross_entropy, linear_predictions, vocab_parallel_cross_entropy,

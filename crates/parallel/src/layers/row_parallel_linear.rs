@@ -1,7 +1,6 @@
 //! A linear layer whose input features are divided over tensor-parallel ranks: Y = Σ_r X_r · W_rᵀ + b
 //! (arXiv:1909.08053, section 3).
 
-use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{D, Result, Tensor};
 use candle_nn::Init;
 use candle_ops::{linear_forward, linear_forward_add, linear_weight_grad_into};
@@ -10,6 +9,7 @@ use super::column_parallel_linear::{kept, put_bias_grad};
 use super::input_grad::input_grad;
 use super::layer::Layer;
 use super::low_rank::LowRank;
+use super::region::Region;
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
 use crate::pass::{GradientSink, Pass};
 use crate::placement::Shard;
@@ -20,7 +20,7 @@ pub struct RowParallelLinear {
     weight: TiledWeight,
     bias: Option<Tensor>,
     low_rank: Option<LowRank>,
-    tp: ProcessGroup,
+    region: Region,
 }
 
 /// A row-parallel layer of which each rank has an even part: (.., in / tp) -> (.., out).
@@ -31,10 +31,12 @@ pub fn row_parallel_linear(
     in_dim: usize,
     out_dim: usize,
     bias: bool,
-    tp: &ProcessGroup,
+    region: impl Into<Region>,
     vb: ParamBuilder,
 ) -> Result<RowParallelLinear> {
-    row_parallel_linear_shard(Shard::even(1, in_dim, tp)?, out_dim, bias, tp, vb)
+    let region = region.into();
+    let shard = Shard::even(1, in_dim, region.tp())?;
+    row_parallel_linear_shard(shard, out_dim, bias, region, vb)
 }
 
 /// A row-parallel layer of which this rank has the input features `shard`: (.., shard) -> (.., out).
@@ -45,7 +47,7 @@ pub fn row_parallel_linear_shard(
     shard: Shard,
     out_dim: usize,
     bias: bool,
-    tp: &ProcessGroup,
+    region: impl Into<Region>,
     vb: ParamBuilder,
 ) -> Result<RowParallelLinear> {
     let shard = shard.along(1);
@@ -57,18 +59,22 @@ pub fn row_parallel_linear_shard(
     };
     Ok(RowParallelLinear {
         low_rank,
-        ..RowParallelLinear::new(weight, bias, tp.clone())
+        ..RowParallelLinear::new(weight, bias, region)
     })
 }
 
 impl RowParallelLinear {
     /// The layer with the local weight (out, local_in) and the whole bias (out).
-    pub fn new(weight: impl Into<TiledWeight>, bias: Option<Tensor>, tp: ProcessGroup) -> Self {
+    pub fn new(
+        weight: impl Into<TiledWeight>,
+        bias: Option<Tensor>,
+        region: impl Into<Region>,
+    ) -> Self {
         Self {
             weight: weight.into(),
             bias,
             low_rank: None,
-            tp,
+            region: region.into(),
         }
     }
 
@@ -85,8 +91,8 @@ impl RowParallelLinear {
 }
 
 impl RowParallelLinear {
-    /// [`Layer::forward`] plus `residual` (.., out). Residual and bias enter the sum over the ranks once, with the first
-    /// rank's part.
+    /// [`Layer::forward`] plus `residual` (.., out), as this rank has it outside of the [`Region`]. Residual and bias enter the sum over the ranks once,
+    /// with the first rank's part; of a residual of which each rank has some rows it gets these afterwards.
     ///
     /// # Errors
     /// Shapes or types that do not fit, and what ends collectives.
@@ -96,9 +102,10 @@ impl RowParallelLinear {
         residual: Option<&Tensor>,
         pass: &Pass,
     ) -> Result<(Tensor, Option<Tensor>)> {
-        let is_first = self.tp.rank() == 0;
+        let is_first = self.region.tp().rank() == 0;
         let bias = self.bias.as_ref().filter(|_| is_first);
-        let residual = residual.filter(|_| is_first);
+        let after = residual.filter(|_| self.region.divides_rows());
+        let residual = residual.filter(|_| is_first && after.is_none());
         let partial = self.weight.concat(|rows, tile| {
             let bias = bias.map(|bias| bias.detach().narrow(0, rows.start, rows.len()));
             let bias = bias.transpose()?;
@@ -116,7 +123,11 @@ impl RowParallelLinear {
             None => partial,
             Some(adapter) => adapter.forward_add(&partial, xs, pass)?,
         };
-        let ys = self.tp.all_reduce(&partial, ReduceOp::Sum)?;
+        let ys = self.region.leave(&partial)?;
+        let ys = match after {
+            Some(residual) => (ys + residual)?,
+            None => ys,
+        };
         Ok((ys, self.needs_input().then(|| xs.clone())))
     }
 
@@ -159,6 +170,7 @@ impl RowParallelLinear {
         is_computed_again: bool,
         rest: impl FnOnce(Tensor) -> Result<(R, Option<Tensor>)>,
     ) -> Result<R> {
+        let dy = &self.region.enter(dy, pass)?;
         let inner = self.low_rank.as_ref().map(|adapter| {
             let inner = adapter.inner_grad(dy, pass)?;
             Result::Ok((adapter, inner))
@@ -192,7 +204,7 @@ impl Layer for RowParallelLinear {
     /// The input, if what reads it is trained.
     type Saved = Option<Tensor>;
 
-    /// (.., local_in) -> (.., out), the same on all ranks.
+    /// (.., local_in) -> (.., out), as the [`Region`] is left: without sequence parallelism the same on all ranks.
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Self::Saved)> {
         self.forward_add(xs, None, pass)
     }

@@ -1,7 +1,7 @@
 //! Cross-entropy of logits whose vocabulary is divided over tensor-parallel ranks: loss_i = log Σ_j exp(z_ij) − z_i,target
 //! (arXiv:1909.08053, section 3). Ranks exchange three numbers per token instead of the logits.
 
-use candle_comm::{ProcessGroup, ReduceOp};
+use candle_comm::ProcessGroup;
 use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::{
     GpuSettings, IGNORE_INDEX, cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss,
@@ -10,6 +10,7 @@ use candle_ops::{
 };
 
 use super::head_by_tiles::HeadByTiles;
+use super::region::Region;
 use crate::params::TiledWeight;
 use crate::pass::{GradientSink, WeightHalf};
 use crate::placement::Shard;
@@ -65,7 +66,8 @@ pub fn vocab_parallel_cross_entropy(
 /// Sum of the losses of a projection to the vocabulary, and the gradient of its input, in one go: logits = xs · weightᵀ.
 ///
 /// xs (n, hidden), weight (local_vocab, hidden) of the vocabulary's part `shard`, targets (n) u32, on the CPU as for
-/// [`vocab_parallel_cross_entropy`] -> the sum over the valid targets, an f64 scalar, and (n, hidden), the gradient of that sum times `loss_scale`; that of the weight, so
+/// [`vocab_parallel_cross_entropy`] -> the sum over the valid targets, an f64 scalar, and the gradient of that sum times `loss_scale` for the input as the [`Region`]
+/// is left, (n, hidden) or (1, own rows, hidden); that of the weight, so
 /// scaled, is put into `gradients`. Rows
 /// are worked on in chunks, forward and backward, so that the logits never exist as a whole: three products, and a fourth where the weight
 /// half of the backward pass waits. No graph.
@@ -80,11 +82,13 @@ pub fn linear_cross_entropy(
     weight: &TiledWeight,
     targets: &Tensor,
     shard: &Shard,
-    tp: &ProcessGroup,
+    region: impl Into<Region>,
     loss_scale: f64,
     gradients: &mut dyn GradientSink,
 ) -> Result<(Tensor, Tensor)> {
     let (n, _hidden) = xs.dims2()?;
+    let region = region.into();
+    let tp = region.tp();
     let targets = checked_targets(targets, xs, shard.global())?;
     if weight.is_tiled() {
         let head = HeadByTiles {
@@ -95,7 +99,7 @@ pub fn linear_cross_entropy(
             shard: shard.clone(),
             tp: tp.clone(),
         };
-        return head.losses_and_grad(loss_scale as f32, gradients);
+        return head.losses_and_grad(&region, loss_scale as f32, gradients);
     }
     let weight = weight.tensor();
     let sum = Tensor::zeros((), DType::F64, xs.device())?;
@@ -130,7 +134,7 @@ pub fn linear_cross_entropy(
         [grad] => grad.clone(),
         grads => Tensor::cat(grads, 0)?,
     };
-    Ok((sum, tp.all_reduce(&partial, ReduceOp::Sum)?))
+    Ok((sum, region.leave(&partial)?))
 }
 
 /// What a projection to the vocabulary predicts, without a backward pass: logits = xs · weightᵀ.

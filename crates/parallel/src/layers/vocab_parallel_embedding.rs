@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{Error, Result, Tensor, bail};
 use candle_ops::{embedding_forward, embedding_grad_into, upload};
 
 use super::layer::Layer;
+use super::region::Region;
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
 use crate::pass::{GradientSink, Pass};
 use crate::placement::Shard;
@@ -17,7 +17,7 @@ pub struct VocabParallelEmbedding {
     weight: TiledWeight,
     shard: Shard,
     padding_idx: Option<u32>,
-    tp: ProcessGroup,
+    region: Region,
 }
 
 /// An embedding of `vocab_size` tokens in `hidden_size` dimensions: (b, t) u32 -> (b, t, hidden).
@@ -27,10 +27,11 @@ pub struct VocabParallelEmbedding {
 pub fn vocab_parallel_embedding(
     vocab_size: usize,
     hidden_size: usize,
-    tp: &ProcessGroup,
+    region: impl Into<Region>,
     vb: ParamBuilder,
 ) -> Result<VocabParallelEmbedding> {
-    let shard = Shard::even(0, vocab_size, tp)?;
+    let region = region.into();
+    let shard = Shard::even(0, vocab_size, region.tp())?;
     let weight = vb.get_tiled(
         (vocab_size, hidden_size),
         "weight",
@@ -41,7 +42,7 @@ pub fn vocab_parallel_embedding(
         weight,
         shard,
         padding_idx: None,
-        tp: tp.clone(),
+        region,
     })
 }
 
@@ -102,7 +103,7 @@ impl Layer for VocabParallelEmbedding {
     /// The rows of the local weight that get a gradient.
     type Saved = Tensor;
 
-    /// (b, t) u32 -> (b, t, hidden), the same on all ranks. A token id beyond the vocabulary is an error. Tokens belong on the
+    /// (b, t) u32 -> (b, t, hidden), as the [`Region`] is left: without sequence parallelism the same on all ranks. A token id beyond the vocabulary is an error. Tokens belong on the
     /// CPU, wherever the weight is: they are read there.
     fn forward(&self, tokens: &Tensor, _pass: &Pass) -> Result<(Tensor, Self::Saved)> {
         let read = self.local_ids(tokens)?;
@@ -132,17 +133,17 @@ impl Layer for VocabParallelEmbedding {
                 upload(read.iter().map(with_grad).collect())?
             }
         };
-        Ok((self.tp.all_reduce(&part, ReduceOp::Sum)?, with_grad))
+        Ok((self.region.leave(&part)?, with_grad))
     }
 
     fn backward(
         &self,
         with_grad: Self::Saved,
         dy: &Tensor,
-        _pass: &Pass,
+        pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>> {
-        let dy = dy.clone();
+        let dy = self.region.enter(dy, pass)?;
         let grad = move |dst: &Tensor, add| embedding_grad_into(dst, add, &with_grad, &dy);
         gradients.put(self.weight(), Box::new(grad))?;
         Ok(None)

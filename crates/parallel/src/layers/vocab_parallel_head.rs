@@ -1,11 +1,11 @@
 //! A projection to a vocabulary that is divided over tensor-parallel ranks, with its cross-entropy.
 
-use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor};
 
 use super::column_parallel_linear::ColumnParallelLinear;
 use super::head::Head;
 use super::layer::Layer;
+use super::region::Region;
 use super::regions::gather_parts;
 use super::vocab_parallel_cross_entropy::{linear_cross_entropy, linear_predictions};
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
@@ -16,7 +16,7 @@ use crate::placement::Shard;
 pub struct VocabParallelHead {
     weight: TiledWeight,
     shard: Shard,
-    tp: ProcessGroup,
+    region: Region,
 }
 
 /// A head for `vocab_size` tokens, from (b, t, hidden), without a bias: the last block by [`head_block`](crate::head_block), or a part of it. A model with tied weights gives the
@@ -27,15 +27,16 @@ pub struct VocabParallelHead {
 pub fn vocab_parallel_head(
     vocab_size: usize,
     hidden_size: usize,
-    tp: &ProcessGroup,
+    region: impl Into<Region>,
     vb: ParamBuilder,
 ) -> Result<VocabParallelHead> {
-    let shard = Shard::even(0, vocab_size, tp)?;
+    let region = region.into();
+    let shard = Shard::even(0, vocab_size, region.tp())?;
     let shape = (vocab_size, hidden_size);
     Ok(VocabParallelHead {
         weight: vb.get_tiled(shape, "weight", shard.clone(), WEIGHT_INIT)?,
         shard,
-        tp: tp.clone(),
+        region,
     })
 }
 
@@ -46,26 +47,32 @@ impl Head for VocabParallelHead {
         pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<(Loss, Option<Tensor>)> {
+        let xs = self.region.enter(xs, pass)?;
         let (sum, dx) = linear_cross_entropy(
             &xs.flatten_to(1)?,
             &self.weight,
             &pass.targets()?.flatten_all()?,
             &self.shard,
-            &self.tp,
+            self.region.clone(),
             pass.loss_scale(),
             gradients,
         )?;
         let loss = Loss::new(sum, pass.num_targets()? as f64);
-        Ok((loss, Some(dx.reshape(xs.dims())?)))
+        let dx = match self.region.divides_rows() {
+            true => dx,
+            false => dx.reshape(xs.dims())?,
+        };
+        Ok((loss, Some(dx)))
     }
 
     fn evaluate(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
+        let xs = self.region.enter(xs, pass)?;
         let [sum, num_right] = linear_predictions(
             &xs.flatten_to(1)?,
             &self.weight,
             &pass.targets()?.flatten_all()?,
             &self.shard,
-            &self.tp,
+            self.region.tp(),
         )?;
         Ok(Loss {
             num_right: Some(num_right),
@@ -76,9 +83,10 @@ impl Head for VocabParallelHead {
     fn logits(&self, xs: &Tensor, rows: &[usize], pass: &Pass) -> Result<Tensor> {
         let rows: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
         let rows = Tensor::new(rows, xs.device())?;
+        let xs = self.region.enter(xs, pass)?;
         let xs = xs.flatten_to(1)?.index_select(&rows, 0)?;
-        let linear = ColumnParallelLinear::new(self.weight.clone(), None, self.tp.clone());
-        let (logits, _) = linear.forward(&xs, pass)?; // (rows, local_vocab)
-        gather_parts(&logits, self.shard.global(), &self.tp)
+        let linear = ColumnParallelLinear::new(self.weight.clone(), None, self.region.clone());
+        let (logits, _) = linear.inside_region().forward(&xs, pass)?; // (rows, local_vocab)
+        gather_parts(&logits, self.shard.global(), self.region.tp())
     }
 }

@@ -13,7 +13,7 @@ use super::stage_block::{Saved, StageBlock};
 use crate::agreement::Facts;
 use crate::checksums::Shared;
 use crate::gradients::Gradients;
-use crate::layers::Head;
+use crate::layers::{Head, Region};
 use crate::params::{ParamBuilder, Parameters, is_about_released};
 use crate::pass::{Early, InputHalf, Loss, Pass, WeightJobs};
 use crate::pipeline_layout::PipelineLayout;
@@ -26,6 +26,8 @@ pub struct ModelPart {
     hidden_size: usize,
     /// What the blocks give, if that is not (b, t, hidden).
     borders: Option<Box<Borders>>,
+    /// What tensor-parallel ranks have of what passes between blocks.
+    region: Region,
     dtype: DType,
     device: Device,
     tp: ProcessGroup,
@@ -185,6 +187,7 @@ impl ModelPart {
             layout,
             hidden_size,
             borders: None,
+            region: Region::from(&mesh.tp),
             dtype: vb.dtype(),
             device: vb.device().clone(),
             tp: mesh.tp.clone(),
@@ -264,12 +267,18 @@ impl ModelPart {
         }
     }
 
+    /// The part of a model whose blocks get and give what this rank has outside of `region`: with sequence parallelism some of the rows.
+    pub fn with_region(self, region: Region) -> Self {
+        Self { region, ..self }
+    }
+
     /// Shape and type of what a block gives to the next.
     fn border(&self, block: usize, pass: &Pass) -> Result<(Shape, DType)> {
         match &self.borders {
             Some(borders) => packed(borders(block, pass)?),
             None => {
                 let (b, t) = pass.dims()?;
+                let (b, t) = self.region.dims_outside(b, t);
                 Ok((Shape::from((b, t, self.hidden_size)), self.dtype))
             }
         }
@@ -367,7 +376,7 @@ impl ModelPart {
     /// Whether what leaves a block in a pass is what all tensor-parallel ranks share: (b, t, hidden), or the loss. A model
     /// that divides the sequence between its blocks has something else.
     fn is_shared(&self, values: &Tensor, pass: &Pass) -> bool {
-        let dims = pass.dims().ok();
+        let dims = pass.dims().ok().filter(|_| !self.region.divides_rows());
         values.rank() == 0 || dims.is_some_and(|(b, t)| values.dims() == [b, t, self.hidden_size])
     }
 
