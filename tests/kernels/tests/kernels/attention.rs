@@ -8,10 +8,12 @@ use half::{bf16, f16};
 type Forward<T> = unsafe extern "C" fn(
     *mut T,
     *mut f32,
+    *mut f32,
     *const T,
     *const T,
     *const T,
     *const u32,
+    i32,
     i32,
     i32,
     i32,
@@ -24,6 +26,7 @@ type Forward<T> = unsafe extern "C" fn(
 type Delta<T> = unsafe extern "C" fn(*mut f32, *const T, *const T, i64, i32, i32, i32);
 type BackwardQ<T> = unsafe extern "C" fn(
     *mut T,
+    *mut f32,
     *const T,
     *const T,
     *const T,
@@ -31,6 +34,7 @@ type BackwardQ<T> = unsafe extern "C" fn(
     *const f32,
     *const f32,
     *const u32,
+    i32,
     i32,
     i32,
     i32,
@@ -43,6 +47,8 @@ type BackwardQ<T> = unsafe extern "C" fn(
 type BackwardKv<T> = unsafe extern "C" fn(
     *mut T,
     *mut T,
+    *mut f32,
+    *mut f32,
     *const T,
     *const T,
     *const T,
@@ -50,6 +56,7 @@ type BackwardKv<T> = unsafe extern "C" fn(
     *const f32,
     *const f32,
     *const u32,
+    i32,
     i32,
     i32,
     i32,
@@ -66,12 +73,14 @@ macro_rules! declare {
         unsafe extern "C" {
             fn $forward(
                 o: *mut $T,
+                sums: *mut f32,
                 log_sum_exp: *mut f32,
                 q: *const $T,
                 k: *const $T,
                 v: *const $T,
-                starts: *const u32,
+                ranges: *const u32,
                 t: i32,
+                keys: i32,
                 heads: i32,
                 kv_heads: i32,
                 d: i32,
@@ -91,14 +100,16 @@ macro_rules! declare {
             );
             fn $q(
                 dq: *mut $T,
+                sums: *mut f32,
                 q: *const $T,
                 k: *const $T,
                 v: *const $T,
                 grad: *const $T,
                 log_sum_exp: *const f32,
                 delta: *const f32,
-                starts: *const u32,
+                ranges: *const u32,
                 t: i32,
+                keys: i32,
                 heads: i32,
                 kv_heads: i32,
                 d: i32,
@@ -110,14 +121,17 @@ macro_rules! declare {
             fn $kv(
                 dk: *mut $T,
                 dv: *mut $T,
+                k_sums: *mut f32,
+                v_sums: *mut f32,
                 q: *const $T,
                 k: *const $T,
                 v: *const $T,
                 grad: *const $T,
                 log_sum_exp: *const f32,
                 delta: *const f32,
-                starts: *const u32,
+                ranges: *const u32,
                 t: i32,
+                keys: i32,
                 heads: i32,
                 kv_heads: i32,
                 d: i32,
@@ -180,6 +194,8 @@ fn sizes(
         group_offset,
         window,
         document,
+        of: 1,
+        which: 0,
         scale,
     }
 }
@@ -210,12 +226,28 @@ fn cases() -> impl Iterator<Item = (usize, Sizes)> {
     ]
     .map(sizes)
     .into_iter()
+    .chain(
+        [
+            (2, 1, [1, 33, 2, 1, 16, 2, 0, 33, 0]),
+            (3, 2, [2, 50, 4, 2, 48, 2, 0, 50, 0]),
+            (2, 0, [2, 45, 5, 3, 16, 4, 3, 45, 7]),
+            (5, 3, [1, 70, 2, 1, 5, 2, 0, 11, 40]),
+            // No query sees a key.
+            (9, 8, [1, 8, 2, 1, 5, 2, 0, 8, 0]),
+        ]
+        .map(|(of, which, of_all)| Sizes {
+            of,
+            which,
+            ..sizes(of_all)
+        }),
+    )
     .enumerate()
 }
 
-fn arguments(s: Sizes) -> [i32; 7] {
+fn arguments(s: Sizes) -> [i32; 8] {
     [
         s.t,
+        s.keys(),
         s.heads,
         s.kv_heads,
         s.d,
@@ -226,23 +258,53 @@ fn arguments(s: Sizes) -> [i32; 7] {
     .map(|x| x as i32)
 }
 
-/// Where the document of each position starts; none if sequences are one.
-fn starts(s: Sizes) -> Option<Buffer<u32>> {
+/// What each query sees, and by which queries each tile of keys may be seen; none where that follows from the window.
+fn ranges(s: Sizes) -> Option<Buffer<u32>> {
     let positions = (0..s.b).flat_map(|sequence| (0..s.t).map(move |i| (sequence, i)));
-    let starts = positions.map(|(sequence, i)| s.document_start(sequence, i) as u32);
-    (s.document > 0).then(|| Buffer::from_slice(&starts.collect::<Vec<_>>()))
+    let seen: Vec<_> = positions.map(|(sequence, i)| s.seen(sequence, i)).collect();
+    let tiles =
+        (0..s.b).flat_map(|sequence| (0..s.keys().div_ceil(TILE)).map(move |i| (sequence, i)));
+    let by_tile: Vec<_> = tiles
+        .map(|(sequence, tile)| {
+            let sees = |i: &usize| {
+                let seen = &seen[sequence * s.t + i];
+                !seen.is_empty() && seen.start < (tile + 1) * TILE && seen.end > tile * TILE
+            };
+            let queries = (0..s.t).filter(sees);
+            queries.clone().min().unwrap_or(0)..queries.max().map_or(0, |last| last + 1)
+        })
+        .collect();
+    let table = [seen, by_tile].into_iter().flat_map(|ranges| {
+        let firsts: Vec<usize> = ranges.iter().map(|range| range.start).collect();
+        firsts
+            .into_iter()
+            .chain(ranges.into_iter().map(|range| range.end))
+    });
+    let table: Vec<u32> = table.map(|x| x as u32).collect();
+    (s.document > 0 || s.of > 1).then(|| Buffer::from_slice(&table))
 }
 
-fn starts_of(starts: &Option<Buffer<u32>>) -> *const u32 {
-    starts
+fn ranges_of(ranges: &Option<Buffer<u32>>) -> *const u32 {
+    ranges
         .as_ref()
-        .map_or(std::ptr::null(), |starts| starts.ptr())
+        .map_or(std::ptr::null(), |ranges| ranges.ptr())
+}
+
+/// Minus infinity, which a query without keys has, as a number that can be compared.
+fn finite(numbers: &[f64]) -> Vec<f64> {
+    numbers.iter().map(|x| x.max(-1e3)).collect()
 }
 
 /// A block per tile of the heads, with room for some tiles of rows and some of scores.
-fn launch(s: Sizes, heads: usize, row_tiles: usize, score_tiles: usize, seed: usize) -> Launch {
+fn launch(
+    s: Sizes,
+    [rows, heads]: [usize; 2],
+    row_tiles: usize,
+    score_tiles: usize,
+    seed: usize,
+) -> Launch {
     Launch {
-        grid: [s.t.div_ceil(TILE), heads, s.b],
+        grid: [rows.div_ceil(TILE), heads, s.b],
         block: TILE * TILE,
         shared_bytes: 4 * TILE * (row_tiles * (s.d | 1) + score_tiles * (TILE + 1)),
         seed: seed as u64,
@@ -260,31 +322,39 @@ fn check_forward<T: Element>(kernel: Forward<T>) {
             Buffer::<T>::new(s.q_len()),
             Buffer::<f32>::new(lse_want.len()),
         );
-        let [t, h, kv, d, g, off, window] = arguments(s);
-        let starts = starts(s);
-        let (at, scale) = (launch(s, s.heads, 2, 1, seed), s.scale as f32);
-        launch!(
-            at,
-            kernel(
-                o.ptr(),
-                lse.ptr(),
-                q.ptr(),
-                k.ptr(),
-                v.ptr(),
-                starts_of(&starts),
-                t,
-                h,
-                kv,
-                d,
-                g,
-                off,
-                window,
-                scale
+        let [t, keys, h, kv, d, g, off, window] = arguments(s);
+        let ranges = ranges(s);
+        let (at, scale) = (launch(s, [s.t, s.heads], 2, 1, seed), s.scale as f32);
+        let null = std::ptr::null_mut();
+        let sums = Buffer::<f32>::new(s.q_len());
+        for (to, to_sums) in [(o.ptr(), null), (std::ptr::null_mut(), sums.ptr())] {
+            launch!(
+                at,
+                kernel(
+                    to,
+                    to_sums,
+                    lse.ptr(),
+                    q.ptr(),
+                    k.ptr(),
+                    v.ptr(),
+                    ranges_of(&ranges),
+                    t,
+                    keys,
+                    h,
+                    kv,
+                    d,
+                    g,
+                    off,
+                    window,
+                    scale
+                )
             )
-        )
-        .unwrap();
+            .unwrap();
+        }
         assert_close("o", &o.read(), &want, 32.0);
-        assert_close("log_sum_exp", &lse.read(), &lse_want, 32.0);
+        assert_close("sums", &sums.read(), &want, 32.0);
+        let lse: Vec<f32> = lse.read().iter().map(|x| x.max(-1e3)).collect();
+        assert_close("log_sum_exp", &lse, &finite(&lse_want), 32.0);
     }
 }
 
@@ -307,8 +377,8 @@ fn check_backward<T: Element>(row_products: Delta<T>, of_q: BackwardQ<T>, of_kv:
             Buffer::from_slice(&from_f64::<f32>(&lse)),
         );
         let products = Buffer::<f32>::new(delta_want.len());
-        let [t, h, kv, d, g, off, window] = arguments(s);
-        let starts = starts(s);
+        let [t, keys, h, kv, d, g, off, window] = arguments(s);
+        let ranges = ranges(s);
         let (rows, at) = (delta_want.len() as i64, Launch::new(3, 64, 0));
         launch!(
             at,
@@ -318,21 +388,24 @@ fn check_backward<T: Element>(row_products: Delta<T>, of_q: BackwardQ<T>, of_kv:
         assert_close("delta", &products.read(), &delta_want, 32.0);
 
         let [dq, dk, dv] = [s.q_len(), s.kv_len(), s.kv_len()].map(Buffer::<T>::new);
+        let null = std::ptr::null_mut();
         let [q, k, v, grad] = [q.ptr(), k.ptr(), v.ptr(), grad.ptr()];
         let (lse, delta, scale) = (lse.ptr(), products.ptr(), s.scale as f32);
-        let at = launch(s, s.heads, 4, 1, seed);
+        let at = launch(s, [s.t, s.heads], 4, 1, seed);
         launch!(
             at,
             of_q(
                 dq.ptr(),
+                null,
                 q,
                 k,
                 v,
                 grad,
                 lse,
                 delta,
-                starts_of(&starts),
+                ranges_of(&ranges),
                 t,
+                keys,
                 h,
                 kv,
                 d,
@@ -343,20 +416,23 @@ fn check_backward<T: Element>(row_products: Delta<T>, of_q: BackwardQ<T>, of_kv:
             )
         )
         .unwrap();
-        let at = launch(s, s.kv_heads, 4, 2, seed);
+        let at = launch(s, [s.keys(), s.kv_heads], 4, 2, seed);
         launch!(
             at,
             of_kv(
                 dk.ptr(),
                 dv.ptr(),
+                null,
+                null,
                 q,
                 k,
                 v,
                 grad,
                 lse,
                 delta,
-                starts_of(&starts),
+                ranges_of(&ranges),
                 t,
+                keys,
                 h,
                 kv,
                 d,
@@ -372,6 +448,66 @@ fn check_backward<T: Element>(row_products: Delta<T>, of_q: BackwardQ<T>, of_kv:
             .zip([dq, dk, dv].iter().zip(&want))
         {
             assert_close_at(what, &got.read(), want, SUMMED);
+        }
+        // The same added to what is there.
+        let nothing = std::ptr::null_mut();
+        let sums =
+            [s.q_len(), s.kv_len(), s.kv_len()].map(|len| Buffer::from_slice(&vec![1f32; len]));
+        let at = launch(s, [s.t, s.heads], 4, 1, seed);
+        launch!(
+            at,
+            of_q(
+                nothing,
+                sums[0].ptr(),
+                q,
+                k,
+                v,
+                grad,
+                lse,
+                delta,
+                ranges_of(&ranges),
+                t,
+                keys,
+                h,
+                kv,
+                d,
+                g,
+                off,
+                window,
+                scale
+            )
+        )
+        .unwrap();
+        let at = launch(s, [s.keys(), s.kv_heads], 4, 2, seed);
+        launch!(
+            at,
+            of_kv(
+                nothing,
+                nothing,
+                sums[1].ptr(),
+                sums[2].ptr(),
+                q,
+                k,
+                v,
+                grad,
+                lse,
+                delta,
+                ranges_of(&ranges),
+                t,
+                keys,
+                h,
+                kv,
+                d,
+                g,
+                off,
+                window,
+                scale
+            )
+        )
+        .unwrap();
+        for (sum, want) in sums.iter().zip(&want) {
+            let want: Vec<f64> = want.iter().map(|x| x + 1.0).collect();
+            assert_close_at("sums", &sum.read(), &want, SUMMED);
         }
     }
 }

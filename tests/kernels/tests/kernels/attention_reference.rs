@@ -14,6 +14,9 @@ pub struct Sizes {
     pub window: usize,
     /// Tokens of a document; those at the borders of sequences may be shorter. 0: each sequence is one.
     pub document: usize,
+    /// Of the keys every so many-th, from this one on.
+    pub of: usize,
+    pub which: usize,
     pub scale: f64,
 }
 
@@ -23,7 +26,7 @@ impl Sizes {
     }
 
     pub fn kv_len(&self) -> usize {
-        self.b * self.t * self.kv_heads * self.d
+        self.b * self.keys() * self.kv_heads * self.d
     }
 
     fn q_row(&self, [sequence, head, position]: [usize; 3]) -> Range<usize> {
@@ -33,14 +36,24 @@ impl Sizes {
 
     fn kv_row(&self, [sequence, head, position]: [usize; 3]) -> Range<usize> {
         let head = (self.group_offset + head) / self.group_size;
-        let start = ((sequence * self.t + position) * self.kv_heads + head) * self.d;
+        let start = ((sequence * self.keys() + position) * self.kv_heads + head) * self.d;
         start..start + self.d
     }
 
+    /// Keys of a sequence.
+    pub fn keys(&self) -> usize {
+        self.keys_before(self.t)
+    }
+
+    fn keys_before(&self, position: usize) -> usize {
+        position.saturating_sub(self.which).div_ceil(self.of)
+    }
+
     /// The keys that a query sees.
-    fn seen(&self, sequence: usize, query: usize) -> Range<usize> {
+    pub fn seen(&self, sequence: usize, query: usize) -> Range<usize> {
         let in_window = (query + 1).saturating_sub(self.window);
-        in_window.max(self.document_start(sequence, query))..query + 1
+        let first = in_window.max(self.document_start(sequence, query));
+        self.keys_before(first)..self.keys_before(query + 1)
     }
 
     /// Where the document of a position begins.
@@ -136,6 +149,8 @@ fn the_gradients_are_the_slopes_of_the_output() {
         group_offset: 1,
         window: 4,
         document: 5,
+        of: 1,
+        which: 0,
         scale: 0.7,
     };
     let mut rng = crate::element::rng(9);
