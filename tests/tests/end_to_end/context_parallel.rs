@@ -370,3 +370,182 @@ fn context_parallel_ranks_train_as_one_does() {
     eprintln!("{} of {num_all} cases", cases.len());
     assert!(cases.len() > 30);
 }
+
+/// Bytes that a rank sends to its context-parallel peers in a step: of a model with so many (query, key/value) heads of 4 values, for two sequences of `t` tokens.
+fn bytes_of_step(
+    cp: usize,
+    context: ContextConfig,
+    (heads, kv_heads): (usize, usize),
+    t: usize,
+) -> u64 {
+    let bytes = Mutex::new(0);
+    let degrees = Layout {
+        cp,
+        ..Layout::new(1, 1, 1)
+    }
+    .degrees();
+    threads_with(LocalConfig::new(cp), |world| {
+        let mesh = Mesh::new(world, degrees)?;
+        let config = ModelConfig {
+            hidden_size: 4 * heads,
+            head_dim: 4,
+            num_attention_heads: heads,
+            num_key_value_heads: kv_heads,
+            num_hidden_layers: LAYERS,
+            ..Fixture::new("gqa").config().clone()
+        };
+        let vb = ParamStore::init(11).builder(DType::F32, &Device::Cpu);
+        let parts = PartConfig {
+            context,
+            ..PartConfig::default()
+        };
+        let part = CausalLm::part_with(&config, &mesh, &vb, parts)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
+        let ids = Tensor::zeros((2, t), DType::U32, &Device::Cpu)?;
+        mesh.cp.reset_counters();
+        pipeline.forward_backward(&part, &[Pass::train(ids.clone(), ids)], &mut gradients)?;
+        *bytes.lock().unwrap() = mesh.cp.counters().total().bytes;
+        Ok(())
+    })
+    .unwrap();
+    bytes.into_inner().unwrap()
+}
+
+#[test]
+fn ranks_send_what_the_formulas_say() {
+    let (b, t) = (2, 32);
+    for (cp, heads, kv_heads) in [(2, 8, 2), (4, 8, 4), (8, 8, 8), (4, 4, 4), (3, 6, 3)] {
+        // A multiple of 2c.
+        let t = if cp == 3 { 30 } else { t };
+        let (q, kv) = ((4 * heads) as u64, (4 * kv_heads) as u64);
+        let (c, rows) = (cp as u64, (b * t) as u64);
+        let method = |method, ulysses| ContextConfig { method, ulysses };
+        let layers = LAYERS as u64;
+        // Keys and values of f32 in both passes, their gradients once around.
+        let ring = 2 * (2 * rows * kv * 4 * (c - 1) / c) + 2 * rows * kv * 4;
+        let got = bytes_of_step(cp, method(ContextMethod::Ring, None), (heads, kv_heads), t);
+        assert_eq!(got, layers * ring, "ring of {cp}");
+        let all_gather = 3 * (2 * rows * kv * 4 * (c - 1) / c);
+        let got = bytes_of_step(
+            cp,
+            method(ContextMethod::AllGather, None),
+            (heads, kv_heads),
+            t,
+        );
+        assert_eq!(got, layers * all_gather, "all-gather over {cp}");
+        // Heads of a key/value head that several ranks read go to each of them.
+        let repeated = kv.max(4 * c);
+        let ulysses = 2 * ((2 * q + 2 * repeated) * (rows / c) * 4 * (c - 1) / c);
+        let got = bytes_of_step(
+            cp,
+            method(ContextMethod::Ulysses, None),
+            (heads, kv_heads),
+            t,
+        );
+        assert_eq!(got, layers * ulysses, "Ulysses over {cp}");
+        if cp == 4 || cp == 8 {
+            // Groups of two exchange heads, and half of the heads go around a ring of half as many.
+            let (u, r) = (2, c / 2);
+            let exchange = 2 * ((2 * q + 2 * kv) * (rows / c) * 4 * (u - 1) / u);
+            let around =
+                2 * (2 * (2 * rows / c) * (kv / 2) * 4 * (r - 1)) + 2 * rows * (kv / 2) * 4;
+            let got = bytes_of_step(
+                cp,
+                method(ContextMethod::Ring, Some(2)),
+                (heads, kv_heads),
+                t,
+            );
+            assert_eq!(
+                got,
+                layers * (exchange + around),
+                "groups of 2 in a ring of {r}"
+            );
+        }
+    }
+    // What auto takes sends no more than the other.
+    for (cp, heads, kv_heads) in [(2, 8, 2), (4, 8, 1), (4, 8, 8), (8, 8, 2), (2, 8, 1)] {
+        let of = |method| {
+            let context = ContextConfig {
+                method,
+                ulysses: None,
+            };
+            bytes_of_step(cp, context, (heads, kv_heads), t)
+        };
+        let least = of(ContextMethod::Ring).min(of(ContextMethod::Ulysses));
+        assert_eq!(of(ContextMethod::Auto), least, "{cp} {heads} {kv_heads}");
+    }
+}
+
+/// A case that is like no other but for what is said.
+fn plain(cp: usize, method: ContextMethod) -> Case {
+    Case {
+        cp,
+        context: ContextConfig {
+            method,
+            ulysses: None,
+        },
+        sequence_parallel: false,
+        family: "gqa",
+        pp: 1,
+        dp: 1,
+        tp: 1,
+        zero: ZeroStage::Zero,
+        is_packed: true,
+        t: 37,
+        recompute: Recompute::None,
+        is_lora: false,
+        is_late: false,
+        dtype: DType::F32,
+    }
+}
+
+#[test]
+fn two_runs_of_context_parallel_ranks_give_the_same_bits_whatever_is_late() {
+    for method in [ContextMethod::Ring, ContextMethod::AllGather] {
+        let case = Case {
+            tp: 2,
+            sequence_parallel: true,
+            ..plain(3, method)
+        };
+        let bits = |case| {
+            let Run {
+                steps,
+                gradients,
+                weights,
+                ..
+            } = run(case);
+            (steps, gradients, weights)
+        };
+        let first = bits(case);
+        for is_late in [false, true] {
+            assert!(
+                bits(Case { is_late, ..case }) == first,
+                "{method:?}, late: {is_late}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_ring_in_bf16_is_as_exact_as_one_rank() {
+    let gradients = |cp, dtype| {
+        let case = Case {
+            dtype,
+            ..plain(cp, ContextMethod::Ring)
+        };
+        run(case).gradients
+    };
+    let exact = gradients(1, DType::F32);
+    let errors = |cp| -> Vec<f64> {
+        let got = gradients(cp, DType::BF16);
+        exact
+            .iter()
+            .map(|(name, want)| error(&got[name], want))
+            .collect()
+    };
+    let mean = |errors: Vec<f64>| errors.iter().sum::<f64>() / errors.len() as f64;
+    let (alone, in_ring) = (mean(errors(1)), mean(errors(8)));
+    eprintln!("mean error of a gradient: {alone:.2e}, in a ring of 8 {in_ring:.2e}");
+    assert!(in_ring <= 1.5 * alone, "{in_ring} {alone}");
+}

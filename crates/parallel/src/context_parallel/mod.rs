@@ -107,8 +107,8 @@ impl ContextParallel {
             1 => (single(), cp.clone()),
             all if all == cp.world_size() => (cp.clone(), single()),
             some => (
-                cp.split(cp.rank() / some, cp.rank())?,
-                cp.split(cp.rank() % some, cp.rank())?,
+                cp.split(cp.rank() / some, cp.rank())?.counted_with(cp),
+                cp.split(cp.rank() % some, cp.rank())?.counted_with(cp),
             ),
         };
         Ok(Self {
