@@ -43,7 +43,7 @@ mod values;
 
 pub(crate) use adamw::adamw;
 pub(crate) use attention::attention_forward;
-pub(crate) use attention_backward::attention_backward;
+pub(crate) use attention_backward::{attention_backward, attention_backward_of_part};
 pub(crate) use column_sum::{linear_bias_grad, linear_bias_grad_into};
 pub(crate) use cross_entropy::{
     cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, softmax_stats,
