@@ -395,17 +395,18 @@ impl AttentionRows {
             }
         }
         let num_tiles = num_keys.div_ceil(tile);
-        let mut queries = vec![u32::MAX..0; b * num_tiles];
+        let mut queries = vec![None; b * num_tiles];
         for (row, seen) in seen.iter().enumerate().filter(|(_, seen)| !seen.is_empty()) {
             let (sequence, query) = (row / t, (row % t) as u32);
             for of_tile in seen.start as usize / tile..(seen.end as usize).div_ceil(tile) {
                 let queries = &mut queries[sequence * num_tiles + of_tile];
-                *queries = queries.start.min(query)..query + 1;
+                let first = queries
+                    .as_ref()
+                    .map_or(query, |known: &Range<u32>| known.start);
+                *queries = Some(first..query + 1);
             }
         }
-        let queries = queries
-            .into_iter()
-            .map(|queries| queries.start.min(queries.end)..queries.end);
+        let queries = queries.into_iter().map(Option::unwrap_or_default);
         let queries: Vec<_> = queries.collect();
         let firsts_and_ends = |ranges: &[Range<u32>]| -> Vec<u32> {
             let firsts = ranges.iter().map(|range| range.start);

@@ -107,7 +107,7 @@ impl Case {
             t: [2 * cp - 1, 2 * cp, 2 * cp + 1, 23, 37][t],
             recompute: [Recompute::None, Recompute::Full][recompute],
             is_lora: lora == 1,
-            is_late: (method as usize + family) % 3 == 0,
+            is_late: (method as usize + family).is_multiple_of(3),
             dtype: DType::F32,
         };
         let config = case.config();
