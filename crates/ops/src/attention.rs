@@ -313,6 +313,11 @@ fn blocks<'a>(
             k.dims()
         )
     }
+    if b != kb && b != 1 {
+        bail!(
+            "{NAME}: q has {b} sequences and k {kb}; expected as many, or rows of all sequences in one"
+        )
+    }
     spec.validate((b, t), (kb, tk), hq, hkv)?;
     Ok(AttentionBlocks::new((b, t, tk), (hq, hkv, d), spec))
 }

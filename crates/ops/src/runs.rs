@@ -385,7 +385,9 @@ impl AttentionRows {
 
     #[cfg(feature = "cuda")]
     fn table(&self, window: Option<usize>, tile: usize) -> Vec<u32> {
-        let ((b, t), (_, num_keys)) = (self.queries.dims(), self.keys.dims());
+        let (b, t) = self.queries.dims();
+        // Queries of one tensor may see keys of several.
+        let num_keys = self.keys.num_rows() / b.max(1);
         let mut seen = self.seen(window);
         for sequence in self.sequences() {
             // Counted from the first key of the sequence of the tensor.

@@ -113,7 +113,9 @@ pub(super) struct Sizes<'a> {
 impl<'a> Sizes<'a> {
     pub(super) fn new(gpu: &Gpu, q: &Tensor, k: &Tensor, spec: &'a AttentionSpec) -> Result<Self> {
         let (b, t, heads, d) = q.dims4()?;
-        let (_, keys, kv_heads, _) = k.dims4()?;
+        // Queries of one sequence may see keys of several.
+        let (kb, keys, kv_heads, _) = k.dims4()?;
+        let keys = kb * keys / b.max(1);
         if d > 256 {
             bail!("{NAME}: expected heads of at most 256, got {d}")
         }
