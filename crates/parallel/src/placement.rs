@@ -5,7 +5,7 @@
 //! | tp | a [`Placement`], which the layer chooses | complete, or a summand where several ranks hold the same values |
 //! | pp | whole on every stage with a block that uses it | a summand: stages that share a parameter are *tied* |
 //! | dp | whole on every replica (ZeRO divides what belongs to it, not the parameter) | a summand |
-//! | cp | refused: nothing implements it | |
+//! | cp | as on dp: context-parallel ranks are replicas with other rows (`Mesh::replicas` are both) | a summand |
 //!
 //! What follows from it: of the ranks of a replica that hold a value, the first *owns* it, counts it in the norm and writes
 //! it to files; where the gradients of holders are summands they are summed before anything else is done with them.
