@@ -6,6 +6,7 @@ mod cli {
     mod chosen_template;
     mod config;
     mod config_file;
+    mod contexts;
     mod conversations;
     mod data;
     mod date;

@@ -128,7 +128,8 @@ pub use params::{
     ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage, planned_memory,
 };
 pub use pass::{
-    GradientSink, KeyValueCache, Loss, Pass, PassReport, PipelineRank, WeightGrad, WeightHalf,
+    ContextRank, GradientSink, KeyValueCache, Loss, Pass, PassReport, PipelineRank, WeightGrad,
+    WeightHalf,
 };
 pub use pipeline::{
     Block, EvalSums, ModelPart, Pipeline, PlainBlock, PlainHead, Recompute, head_block,

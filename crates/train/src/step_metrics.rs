@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::parameter_server::Staleness;
-use candle_parallel::{MemoryReport, PipelineRank};
+use candle_parallel::{ContextRank, MemoryReport, PipelineRank};
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// Numbers of one optimizer step, over all ranks.
@@ -56,6 +56,9 @@ pub struct StepMetrics {
     /// Of each rank of the first replica's pipeline, in their order; empty without a pipeline.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pipeline: Vec<PipelineRank>,
+    /// What each context-parallel rank of the first replica has computed; empty without context parallelism.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub context: Vec<ContextRank>,
     /// How far workers were ahead of each other, with an asynchronous parameter server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub staleness: Option<Staleness>,

@@ -4,9 +4,10 @@ use std::sync::OnceLock;
 
 use candle_comm::ProcessGroup;
 use candle_core::{Device, Result, Tensor, bail};
-use candle_ops::Runs;
+use candle_ops::{AttentionRows, Runs};
 
 use super::pass::Pass;
+use super::pass_report::ContextRank;
 use crate::context_parallel::ContextRows;
 
 /// A micro-batch whose rows are divided over context-parallel ranks: every document as [`Runs::cut`] cuts it.
@@ -54,6 +55,16 @@ impl Cut {
         }
         let rows = ContextRows::new(&self.parts, ulysses, ring, device)?;
         Ok(self.context.get_or_init(|| rows))
+    }
+
+    /// What each rank computes.
+    pub fn work(&self) -> Result<Vec<ContextRank>> {
+        let whole = self.whole.rows(0)?.queries().clone();
+        let of_rank = |own: &Runs| ContextRank {
+            num_rows: own.num_rows(),
+            num_pairs: AttentionRows::new(own.clone(), whole.clone()).num_pairs(None),
+        };
+        Ok(self.parts.iter().map(of_rank).collect())
     }
 
     /// This rank's rows.

@@ -17,6 +17,6 @@ pub use key_value_cache::KeyValueCache;
 pub use loss::Loss;
 pub use pass::Pass;
 pub(crate) use pass_report::{ComputeTimer, Occupation};
-pub use pass_report::{PassReport, PipelineRank};
+pub use pass_report::{ContextRank, PassReport, PipelineRank};
 pub(crate) use reports::Reported;
 pub(crate) use weight_jobs::{Early, InputHalf, WeightJobs};

@@ -26,6 +26,8 @@ pub struct PassReport {
     pub backward_secs: f64,
     /// Time from the first pass of the step to the last one, waiting for other ranks included.
     pub passes_secs: f64,
+    /// What each context-parallel rank computes of this replica's micro-batches; empty without context parallelism. The same on all of them.
+    pub context: Vec<ContextRank>,
     /// How much of the passes' time this rank computes; `None` where nobody knows.
     pub(crate) occupation: Option<Occupation>,
 }
@@ -40,6 +42,16 @@ pub struct PipelineRank {
     pub idle_share: Option<f64>,
     /// The most bytes of activations since the run began: see [`MemoryCategory::Activations`](crate::MemoryCategory::Activations).
     pub peak_activations_bytes: u64,
+}
+
+/// What a context-parallel rank computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct ContextRank {
+    /// Rows of sequences.
+    pub num_rows: usize,
+    /// Pairs of a query of its own and a key that it sees, in layers without a window: what attention takes time for.
+    pub num_pairs: usize,
 }
 
 /// Seconds of passes.

@@ -14,7 +14,7 @@ use super::input_check::InputCheck;
 use super::model_part::{BackwardHalf, ModelPart};
 use super::units::Units;
 use crate::gradients::Gradients;
-use crate::pass::{Early, Occupation, Pass, PassReport};
+use crate::pass::{ContextRank, Early, Occupation, Pass, PassReport};
 use crate::pipeline_layout::PipelineLayout;
 use crate::schedule::{Instruction, Instructions, Plan};
 
@@ -195,6 +195,7 @@ impl Pipeline {
         })?;
         let mut report = units.finish()?;
         report.passes_secs = start.elapsed().as_secs_f64();
+        report.context = work_of_ranks(&passes)?;
         report.occupation = match part.device().is_cpu() {
             true => Some(Occupation {
                 busy: report.forward_secs + report.backward_secs,
@@ -250,4 +251,18 @@ impl Pipeline {
         list.reverse();
         list
     }
+}
+
+/// What each context-parallel rank computes of these passes.
+fn work_of_ranks(passes: &[Pass]) -> Result<Vec<ContextRank>> {
+    let mut all: Vec<ContextRank> = Vec::new();
+    for cut in passes.iter().filter_map(Pass::of_cut) {
+        let of_pass = cut.work()?;
+        all.resize(of_pass.len(), ContextRank::default());
+        for (sum, of_rank) in all.iter_mut().zip(of_pass) {
+            sum.num_rows += of_rank.num_rows;
+            sum.num_pairs += of_rank.num_pairs;
+        }
+    }
+    Ok(all)
 }

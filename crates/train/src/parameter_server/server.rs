@@ -207,6 +207,7 @@ impl ParameterServer {
         Ok(StepDone {
             report,
             num_positions,
+            context: Vec::new(),
             staleness: None,
         })
     }
@@ -266,6 +267,7 @@ impl ParameterServer {
                 is_asked_to_stop: self.stops_at.is_some_and(|at| num_done >= at),
             },
             num_positions: applied.num_positions,
+            context: Vec::new(),
             staleness: Some(Staleness {
                 mean: applied.staleness as f64 / applied.num_pushes.max(1) as f64,
                 max: applied.max_staleness,

@@ -1,6 +1,6 @@
 //! What a step did.
 
-use candle_parallel::StepReport;
+use candle_parallel::{ContextRank, StepReport};
 
 use super::Staleness;
 
@@ -9,5 +9,7 @@ pub(crate) struct StepDone {
     pub report: StepReport,
     /// Positions of the global batch, with a target or not.
     pub num_positions: usize,
+    /// What context-parallel ranks have computed.
+    pub context: Vec<ContextRank>,
     pub staleness: Option<Staleness>,
 }

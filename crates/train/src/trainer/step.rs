@@ -21,6 +21,7 @@ impl Trainer {
         let StepDone {
             report,
             num_positions,
+            context,
             staleness,
         } = match &self.source {
             GradientSource::Passes(_) => self.step_of_passes(micro_batches)?,
@@ -48,6 +49,7 @@ impl Trainer {
             gflops_per_sec: self.flops.map(|flops| flops.gflops_per_sec(per_sec)),
             mfu: self.flops.and_then(|flops| flops.mfu(per_sec)),
             pipeline: report.pipeline,
+            context,
             staleness,
             reported: report.metrics,
             memory: self.memory(),
@@ -123,6 +125,7 @@ impl Trainer {
         Ok(StepDone {
             report,
             num_positions: self.num_positions(micro_batches),
+            context: passes.context,
             staleness: None,
         })
     }

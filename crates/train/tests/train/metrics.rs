@@ -24,6 +24,7 @@ pub fn step(step: usize) -> StepMetrics {
         gflops_per_sec: Some(1.5),
         mfu: None,
         pipeline: Vec::new(),
+        context: Vec::new(),
         staleness: None,
         reported: Default::default(),
         memory: MemoryReport::default(),

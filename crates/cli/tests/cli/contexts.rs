@@ -1,0 +1,176 @@
+//! Sequences that ranks share, from the command line: training, evaluation and samples with each method, resuming on other ranks, and what is refused.
+
+use super::folder::fixture;
+use super::program::Program;
+use super::training::metrics;
+use super::workspace::Workspace;
+
+/// Two steps of two sequences of 37 tokens.
+fn finetune(workspace: &Workspace, flags: &[(&str, &str)]) -> Program {
+    let program = workspace
+        .finetune()
+        .without("--tp")
+        .without("--pp")
+        .without("--dp");
+    let program = program
+        .flag("--global-batch-size", 2)
+        .flag("--seq-len", 37)
+        .flag("--eval-data", fixture("text.txt").display())
+        .flag("--eval-every", 1)
+        .flag("--prompt", "The quick brown")
+        .flag("--sample-tokens", 8)
+        .flag("--temperature", 0)
+        .flag("--metrics", workspace.path("metrics.jsonl").display());
+    let flags = flags.iter();
+    flags.fold(program, |program, (flag, value)| match value.is_empty() {
+        true => program.switch(flag),
+        false => program.flag(flag, value),
+    })
+}
+
+/// Losses of training, of evaluation, and accuracies.
+fn numbers_of(workspace: &Workspace) -> Vec<f64> {
+    let lines = metrics(&workspace.path("metrics.jsonl"));
+    let of = |name: &str| {
+        let of_lines = lines.iter().filter_map(|line| line.get(name)?.as_f64());
+        of_lines.collect::<Vec<_>>()
+    };
+    [
+        of("loss"),
+        of("eval_loss"),
+        of("eval_accuracy"),
+        of("num_tokens"),
+    ]
+    .concat()
+}
+
+#[test]
+fn ranks_that_share_sequences_train_and_evaluate_as_one() {
+    let alone = Workspace::new();
+    finetune(&alone, &[]).succeeds();
+    let expected = numbers_of(&alone);
+    assert!(expected.len() > 6);
+    let cases: [(&[(&str, &str)], &str); 5] = [
+        (&[("--cp", "2")], "2 ranks share a sequence, by"),
+        (&[("--cp", "4"), ("--cp-method", "ring")], "by a ring"),
+        (
+            &[
+                ("--cp", "2"),
+                ("--cp-method", "all-gather"),
+                ("--zero", "3"),
+            ],
+            "by all-gather",
+        ),
+        (
+            &[("--cp", "4"), ("--ulysses", "2"), ("--recompute", "full")],
+            "Ulysses in groups of 2, in a ring of 2",
+        ),
+        (
+            &[
+                ("--cp", "2"),
+                ("--tp", "2"),
+                ("--pp", "2"),
+                ("--sequence-parallel", ""),
+            ],
+            "cp 2 x tp 2",
+        ),
+    ];
+    for (flags, words) in cases {
+        let workspace = Workspace::new();
+        let out = finetune(&workspace, flags).succeeds().stdout;
+        assert!(out.contains(words), "{out}");
+        let got = numbers_of(&workspace);
+        let pairs = got.iter().zip(&expected);
+        let is_close = |(got, want): (&f64, &f64)| (got - want).abs() <= 1e-5 * want.abs();
+        assert!(
+            got.len() == expected.len() && pairs.clone().all(is_close),
+            "{flags:?}: {got:?} {expected:?}"
+        );
+        for line in metrics(&workspace.path("metrics.jsonl")) {
+            let Some(ranks) = line.get("context") else {
+                assert!(line.contains_key("eval_loss"), "{line:?}");
+                continue;
+            };
+            let ranks = ranks.as_array().unwrap();
+            let sum = |field: &str| -> u64 {
+                ranks.iter().map(|rank| rank[field].as_u64().unwrap()).sum()
+            };
+            assert_eq!(ranks.len().to_string(), flags[0].1);
+            // Of two sequences, every query of which sees itself and what is before it.
+            assert_eq!(sum("num_rows"), 2 * 37);
+            assert_eq!(sum("num_pairs"), 37 * 38);
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_goes_on_with_other_ranks_of_a_sequence() {
+    let whole = Workspace::new();
+    finetune(&whole, &[("--steps", "4")]).succeeds();
+    let expected = numbers_of(&whole);
+    let workspace = Workspace::new();
+    let saves = workspace.path("saves");
+    let saved = saves.display().to_string();
+    let flags = [
+        ("--cp", "3"),
+        ("--cp-method", "ring"),
+        ("--steps", "4"),
+        ("--save-every", "2"),
+        ("--keep", "9"),
+        ("--save-dir", &saved),
+    ];
+    finetune(&workspace, &flags).succeeds();
+    let step = saves.join("step-000002").display().to_string();
+    let flags = [
+        ("--cp", "2"),
+        ("--cp-method", "ulysses"),
+        ("--zero", "2"),
+        ("--steps", "4"),
+        ("--resume", &step),
+    ];
+    finetune(&workspace, &flags).succeeds();
+    let last = metrics(&workspace.path("metrics.jsonl"));
+    let loss = last
+        .iter()
+        .rev()
+        .find_map(|line| line.get("loss")?.as_f64());
+    let (got, want) = (loss.unwrap(), expected[3]);
+    assert!((got - want).abs() < 1e-5 * want, "{got} {want}");
+}
+
+#[test]
+fn sequences_that_cannot_be_shared_are_refused() {
+    let workspace = Workspace::new();
+    for (flags, words) in [
+        (
+            &[("--cp", "38")][..],
+            &["--cp 38", "37 tokens", "hint: --cp 37"][..],
+        ),
+        (
+            &[("--cp", "4"), ("--ulysses", "3")],
+            &["--ulysses 3 does not divide --cp 4", "hint: --ulysses 4"],
+        ),
+        (
+            &[("--cp", "16"), ("--cp-method", "ulysses")],
+            &[
+                "16",
+                "query heads of a tensor-parallel rank",
+                "hint: --ulysses",
+            ],
+        ),
+        (
+            &[("--cp", "16"), ("--ulysses", "16")],
+            &["--ulysses 16 is more than", "hint: --ulysses"],
+        ),
+        (
+            &[("--sequence-parallel", "")],
+            &["--sequence-parallel", "--tp 1", "hint: --tp 2"],
+        ),
+        (
+            &[("--cp", "2"), ("--strategy", "parameter-server")],
+            &["--cp 2", "parameter-server", "hint"],
+        ),
+    ] {
+        finetune(&workspace, flags).run().assert_error(words);
+    }
+}
