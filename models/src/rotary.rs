@@ -64,11 +64,12 @@ impl RotaryTable {
             });
             let (mut cos, mut sin): (Vec<_>, Vec<_>) =
                 tables.collect::<Result<Vec<_>>>()?.into_iter().unzip();
-            // Of no rows.
-            let (no_cos, no_sin) = self.get(0)?;
-            cos.push(no_cos);
-            sin.push(no_sin);
-            let rows = |tables: Vec<Tensor>| Tensor::cat(&tables, 0)?.reshape((b, t, ()));
+            if cos.is_empty() {
+                let (no_cos, no_sin) = self.get(0)?;
+                (cos, sin) = (vec![no_cos], vec![no_sin]);
+            }
+            let width = self.head_dim / 2;
+            let rows = |tables: Vec<Tensor>| Tensor::cat(&tables, 0)?.reshape((b, t, width));
             return Ok((rows(cos)?, rows(sin)?));
         }
         let (cos, sin) = self.get(rows.document_lens().max().unwrap_or_default())?;
