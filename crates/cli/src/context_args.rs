@@ -93,7 +93,13 @@ impl ContextArgs {
             }
         };
         let why = match (self.cp_method, self.ulysses) {
-            (ContextMethodChoice::Auto, None) => ", which sends fewest bytes",
+            (ContextMethodChoice::Auto, None) if self.cp > config.heads_of_rank(tp).0 => {
+                ", as there are fewer query heads than ranks"
+            }
+            (ContextMethodChoice::Auto, None) if ulysses == 1 => {
+                ", which sends fewer bytes than Ulysses"
+            }
+            (ContextMethodChoice::Auto, None) => ", which sends fewer bytes than a ring",
             _ => "",
         };
         Ok(Some(format!(

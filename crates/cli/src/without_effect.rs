@@ -21,10 +21,10 @@ impl TrainingArgs {
     /// The flags that do nothing in this run, each with the reason, if there are any: those that were given something else than their
     /// default.
     pub(crate) fn without_effect(&self, flags: &Flags, run: &RunConfig) -> Option<String> {
-        let Degrees { pp, dp, .. } = self.layout.degrees();
+        let Degrees { pp, dp, cp, .. } = self.layout.degrees();
         let placement = self.layout.pipeline.order.placement(pp);
         let num_stages = placement.map_or(0, |ranks| ranks.len());
-        let is_alone = dp == 1 && self.strategy.num_servers() == 0;
+        let is_alone = dp * cp == 1 && self.strategy.num_servers() == 0;
         let on_cpus = run.devices.iter().all(Device::is_cpu);
         let is_offloaded = self.layout.offload == Some(Offload::Host);
         let rule = |flag, is_idle, why| Rule {
@@ -39,6 +39,7 @@ impl TrainingArgs {
                 ..rule("--zero", is_alone, "one replica")
             },
             rule("--no-overlap", is_alone, "one replica"),
+            rule("--cp-method", cp == 1, "whole sequences"),
             rule("--schedule", num_stages == 1, "one stage"),
             rule("--pipeline-prefetch", pp == 1, "one stage"),
             rule("--rank-timeout", run.env.world_size() == 1, "no processes"),

@@ -9,7 +9,7 @@ use crate::dispatch::on_cuda;
 use crate::element::by_float;
 use crate::host::{HostF32, Values};
 use crate::host_floats::{HostFloats, one_dtype};
-use crate::in_place::try_write;
+use crate::in_place::{must_not_share, try_write};
 use crate::with_backward::with_backward3_of_result;
 use crate::{AttentionCode, AttentionGrad, AttentionSpec, OpOutput, ProductChoice};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
@@ -166,6 +166,9 @@ pub fn attention_backward_of_part(
             )
         }
     }
+    must_not_share(NAME, &sums[0], &sums[1])?;
+    must_not_share(NAME, &sums[0], &sums[2])?;
+    must_not_share(NAME, &sums[1], &sums[2])?;
     on_cuda!(q => crate::cuda::attention_backward_of_part(pass, delta, spec, sums));
     let _timer = crate::op_timer::op("attention_backward");
     AttentionCode::Cpu.note();

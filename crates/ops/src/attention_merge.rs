@@ -7,7 +7,7 @@
 
 use crate::chunks::for_each_chunk;
 use crate::host::HostF32;
-use crate::in_place::try_write;
+use crate::in_place::{must_not_share, try_write};
 use crate::matrix::SharedBuffer;
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -36,6 +36,9 @@ pub fn merge_attention(all: &(Tensor, Tensor), more: &(Tensor, Tensor)) -> Resul
             )
         }
     }
+    must_not_share(NAME, &all.0, &more.0)?;
+    must_not_share(NAME, &all.1, &more.1)?;
+    must_not_share(NAME, &all.0, &all.1)?;
     if !all.0.device().is_cpu() {
         return merge_on_gpu(all, more);
     }

@@ -74,6 +74,9 @@ impl AttentionSpec {
                 rows.queries().dims(),
                 rows.keys().dims()
             ),
+            Some(rows) if !rows.are_of_one() => {
+                bail!("AttentionSpec: the rows of q and those of k and v are of other sequences")
+            }
             _ => {}
         }
         if self.window == Some(0) {

@@ -109,6 +109,8 @@ impl<'a, T> Values<'a, T> {
     pub(crate) fn new(tensor: &'a Tensor, of_dtype: fn(&CpuStorage) -> &[T]) -> Self {
         let (guard, layout) = tensor.storage_and_layout();
         let (start, len) = (layout.start_offset(), layout.shape().elem_count());
+        // A view of nothing may begin behind the end.
+        let start = if len == 0 { 0 } else { start };
         Self {
             guard,
             start,

@@ -349,6 +349,11 @@ impl AttentionRows {
         }
     }
 
+    /// Whether queries and keys are of as many sequences.
+    pub(crate) fn are_of_one(&self) -> bool {
+        self.queries.0.sequences.len() == self.keys.0.sequences.len()
+    }
+
     /// Of q.
     pub fn queries(&self) -> &Runs {
         &self.queries
@@ -397,18 +402,16 @@ impl AttentionRows {
             }
         }
         let num_tiles = num_keys.div_ceil(tile);
-        let mut queries = vec![None; b * num_tiles];
-        for (row, seen) in seen.iter().enumerate().filter(|(_, seen)| !seen.is_empty()) {
-            let (sequence, query) = (row / t, (row % t) as u32);
-            for of_tile in seen.start as usize / tile..(seen.end as usize).div_ceil(tile) {
-                let queries = &mut queries[sequence * num_tiles + of_tile];
-                let first = queries
-                    .as_ref()
-                    .map_or(query, |known: &Range<u32>| known.start);
-                *queries = Some(first..query + 1);
-            }
-        }
-        let queries = queries.into_iter().map(Option::unwrap_or_default);
+        // Neither the first key nor the end goes back from a query of a sequence to the next.
+        let queries = (0..b).flat_map(|sequence| {
+            let seen = &seen[sequence * t..][..t];
+            (0..num_tiles).map(move |of_tile| {
+                let (start, end) = ((of_tile * tile) as u32, ((of_tile + 1) * tile) as u32);
+                let first = seen.partition_point(|seen| seen.end <= start);
+                let last = seen.partition_point(|seen| seen.start < end);
+                first as u32..last.max(first) as u32
+            })
+        });
         let queries: Vec<_> = queries.collect();
         let firsts_and_ends = |ranges: &[Range<u32>]| -> Vec<u32> {
             let firsts = ranges.iter().map(|range| range.start);

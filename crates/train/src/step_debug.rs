@@ -20,8 +20,11 @@ impl StepDebug {
             ("cp", &mesh.cp),
             ("tp", &mesh.tp),
         ];
+        // Without context parallelism replicas are those of dp.
+        let replicas = (mesh.degrees.cp > 1).then_some(("replicas", &mesh.replicas));
         let groups = groups
             .into_iter()
+            .chain(replicas)
             .filter(|(_, group)| group.world_size() > 1);
         Self {
             rank: mesh.world.rank(),

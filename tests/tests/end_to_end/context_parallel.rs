@@ -63,7 +63,8 @@ struct Case {
     tp: usize,
     zero: ZeroStage,
     is_packed: bool,
-    /// Tokens of a sequence.
+    /// Sequences of a micro-batch, and tokens of each.
+    b: usize,
     t: usize,
     recompute: Recompute,
     /// Whether low-rank adapters with dropout are trained, or everything.
@@ -105,6 +106,7 @@ impl Case {
                 ZeroStage::Three,
             ][zero],
             is_packed: packed == 1,
+            b: 2,
             t: [2 * cp - 1, 2 * cp, 2 * cp + 1, 23, 37][t],
             recompute: [Recompute::None, Recompute::Full][recompute],
             is_lora: lora == 1,
@@ -179,7 +181,7 @@ impl Case {
     ) -> Result<Vec<Pass>> {
         let micro_batch = |index: usize| {
             let mut random = Random::new(step * 64 + index);
-            let (b, t) = (2, self.t);
+            let (b, t) = (self.b, self.t);
             let tokens = (0..b * t).map(|_| random.below(vocab) as u32);
             let tokens: Vec<u32> = tokens.collect();
             let targets = (0..b * t).map(|_| match random.below(4) {
@@ -514,6 +516,7 @@ fn plain(cp: usize, method: ContextMethod) -> Case {
         tp: 1,
         zero: ZeroStage::Zero,
         is_packed: true,
+        b: 2,
         t: 37,
         recompute: Recompute::None,
         is_lora: false,
@@ -570,4 +573,40 @@ fn a_ring_in_bf16_is_as_exact_as_one_rank() {
     let (alone, in_ring) = (mean(errors(1)), mean(errors(8)));
     eprintln!("mean error of a gradient: {alone:.2e}, in a ring of 8 {in_ring:.2e}");
     assert!(in_ring <= 1.5 * alone, "{in_ring} {alone}");
+}
+
+#[test]
+fn ranks_without_a_row_train_along() {
+    if devices().iter().any(|device| !device.is_cpu()) {
+        eprintln!("not tested on a GPU: candle has no tensors of nothing there");
+        return;
+    }
+    let of_one = |case: Case| Case {
+        b: 1,
+        t: 1,
+        is_packed: false,
+        ..case
+    };
+    for family in ["gqa", "qwen3"] {
+        let reference = run(Case {
+            family,
+            ..of_one(plain(1, ContextMethod::Ring)).reference()
+        });
+        for method in [
+            ContextMethod::Ring,
+            ContextMethod::AllGather,
+            ContextMethod::Ulysses,
+        ] {
+            for (cp, tp, pp) in [(2, 1, 2), (2, 2, 1), (1, 2, 2)] {
+                let case = Case {
+                    family,
+                    tp,
+                    pp,
+                    sequence_parallel: tp > 1,
+                    ..of_one(plain(cp, method))
+                };
+                check(case, &reference);
+            }
+        }
+    }
 }

@@ -52,7 +52,7 @@ fn forward<T: Element>(
         let launch = gpu.grid(s.blocks(s.t, s.heads), BLOCK, s.shared_bytes(2, 1))?;
         let [t, keys, heads, kv_heads, d] = s.counts(&gpu)?;
         let [group_size, group_offset, window] = s.seen(&gpu)?;
-        // SAFETY: the tensors have the sizes' shapes; block and shared memory are what the kernel asks for.
+        // SAFETY: the tensors have the sizes' shapes, `ranges` what all queries and tiles of keys of theirs need; block and shared memory are what the kernel asks for.
         unsafe {
             launch::attention_forward(
                 &launch,

@@ -157,7 +157,7 @@ impl<'a> BackwardPass<'a> {
         if s.num_rows() == 0 || d == 0 {
             return Ok(());
         }
-        // SAFETY: the tensors have the sizes' shapes; block and shared memory are what the kernel asks for.
+        // SAFETY: the tensors have the sizes' shapes, `ranges` what all queries and tiles of keys of theirs need; block and shared memory are what the kernel asks for.
         unsafe {
             launch::attention_backward_q(
                 &gpu.grid(s.blocks(s.t, s.heads), BLOCK, s.shared_bytes(4, 1))?,
@@ -196,7 +196,7 @@ impl<'a> BackwardPass<'a> {
         if s.b * s.keys * s.kv_heads == 0 || d == 0 {
             return Ok(());
         }
-        // SAFETY: the tensors have the sizes' shapes; block and shared memory are what the kernel asks for.
+        // SAFETY: the tensors have the sizes' shapes, `ranges` what all queries and tiles of keys of theirs need; block and shared memory are what the kernel asks for.
         unsafe {
             launch::attention_backward_kv(
                 &gpu.grid(s.blocks(s.keys, s.kv_heads), BLOCK, s.shared_bytes(4, 2))?,

@@ -78,13 +78,13 @@ impl ContextConfig {
 
 /// What a ring of `cp` ranks sends in a layer's forward and backward pass for each value of a head and each row of the sequences: keys and values twice, their
 /// gradients in f32 once around.
-pub fn ring_bytes(cp: usize, num_kv_heads: usize, bytes: usize) -> f64 {
+fn ring_bytes(cp: usize, num_kv_heads: usize, bytes: usize) -> f64 {
     let (cp, heads) = (cp as f64, num_kv_heads as f64);
     2.0 * heads * (2.0 * bytes as f64 * (cp - 1.0) / cp + 4.0)
 }
 
 /// The same of `cp` ranks that exchange heads for rows, which repeat key/value heads if there are fewer.
-pub fn ulysses_bytes(cp: usize, (num_q_heads, num_kv_heads): (usize, usize), bytes: usize) -> f64 {
+fn ulysses_bytes(cp: usize, (num_q_heads, num_kv_heads): (usize, usize), bytes: usize) -> f64 {
     let cp = cp as f64;
     let heads = num_q_heads as f64 + (num_kv_heads as f64).max(cp);
     4.0 * heads * bytes as f64 * (cp - 1.0) / (cp * cp)

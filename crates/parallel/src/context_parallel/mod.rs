@@ -102,6 +102,15 @@ impl ContextParallel {
             return Ok(Self::none(cp.device()));
         }
         let (num_ulysses, gathers) = config.groups(cp.world_size(), heads, dtype)?;
+        // Ranks that divide themselves in other ways would wait for each other.
+        let own = format!("{num_ulysses} ranks exchange heads, gathered: {gathers}");
+        let all = cp.all_gather_bytes(own.as_bytes())?;
+        if let Some(other) = all.iter().find(|other| ***other != *own.as_bytes()) {
+            bail!(
+                "context-parallel ranks attend in different ways: {own}; and {}\nhint: the same ContextConfig on all of them",
+                String::from_utf8_lossy(other)
+            );
+        }
         let single = || ProcessGroup::single(cp.device().clone());
         let (ulysses, ring) = match num_ulysses {
             1 => (single(), cp.clone()),

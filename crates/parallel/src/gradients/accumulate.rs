@@ -42,7 +42,7 @@ pub struct Gradients {
 pub(super) struct Totals {
     /// Sum of the losses; on the last stage alone.
     pub loss_sum: Option<Tensor>,
-    /// Number of the replica's targets, on the rank with its losses.
+    /// Number of the targets of these losses, on the rank that has them.
     pub num_targets: f64,
     /// What was said instead: see [`Gradients::set_num_targets`].
     pub said_targets: Option<f64>,

@@ -322,7 +322,7 @@ impl Gradients {
     ) -> Result<([f64; NUM_SUMS], Vec<PipelineRank>)> {
         let zero = Tensor::zeros(1, DType::F64, self.mesh.world.device())?;
         let totals = &self.totals;
-        // The ranks of a replica have the same targets, and those of its last stage the same loss.
+        // Tensor-parallel ranks have the same targets, and those of the last stage the same loss.
         let is_first_tp = self.mesh.tp.rank() == 0;
         let loss_sum = totals.loss_sum.as_ref().filter(|_| is_first_tp);
         let counted = if loss_sum.is_some() {
@@ -336,7 +336,7 @@ impl Gradients {
             0.0 => Ok(zero.clone()),
             _ => zero.affine(0.0, value),
         };
-        let is_first = is_first_tp && self.mesh.pp.rank() == 0;
+        let is_first = is_first_tp && self.mesh.pp.rank() == 0 && self.mesh.cp.rank() == 0;
         let num_targets = filled(match totals.said_targets {
             Some(said) if is_first => said,
             Some(_) => 0.0,

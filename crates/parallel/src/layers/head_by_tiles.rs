@@ -87,6 +87,11 @@ impl HeadByTiles {
 
     /// The sum of the losses, and the number of rows whose largest logit is that of their target, of equal ones the first: f64 scalars on the host.
     pub fn predictions(&self) -> Result<[Tensor; 2]> {
+        if self.xs.dim(0)? == 0 {
+            // All tensor-parallel ranks have as many rows.
+            let none = Tensor::new(0f64, &Device::Cpu)?;
+            return Ok([none.clone(), none]);
+        }
         let of_chunk = |logits: &Tensor, targets: &Tensor, vocab_start: usize| {
             let stats = softmax_stats(logits, targets, vocab_start)?; // (len, 3)
             // An id that is less than 2^24 is exact in f32.
@@ -126,7 +131,8 @@ impl HeadByTiles {
     /// The first row and the number of rows of each chunk.
     fn chunks(&self) -> Result<impl Iterator<Item = (usize, usize)>> {
         let (n, chunk_rows) = (self.xs.dim(0)?, self.chunk_rows);
-        let firsts = (0..n).step_by(chunk_rows);
+        // One of no rows, if there are none: the weight has a gradient of zeros then.
+        let firsts = (0..n.max(1)).step_by(chunk_rows);
         Ok(firsts.map(move |first| (first, chunk_rows.min(n - first))))
     }
 

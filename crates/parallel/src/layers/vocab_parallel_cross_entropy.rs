@@ -105,7 +105,8 @@ pub fn linear_cross_entropy(
     let sum = Tensor::zeros((), DType::F64, xs.device())?;
     let chunk_rows = chunk_rows(xs, shard, tp)?;
     let mut grads = Vec::with_capacity(n.div_ceil(chunk_rows));
-    for first in (0..n).step_by(chunk_rows) {
+    // Without rows, as a context-parallel rank may be, there is a gradient of zeros.
+    for first in (0..n.max(1)).step_by(chunk_rows) {
         let rows = chunk_rows.min(n - first);
         let (x, y) = (xs.narrow(0, first, rows)?, targets.narrow(0, first, rows)?);
         let z = linear_forward(&x, weight, None)?; // (rows, local_vocab)

@@ -50,7 +50,19 @@ impl Cut {
         ring: &ProcessGroup,
         device: &Device,
     ) -> Result<&ContextRows> {
+        if ulysses.world_size() * ring.world_size() != self.parts.len() {
+            bail!(
+                "attention is divided over {} context-parallel ranks and the sequences over {}\nhint: ContextParallel::new(&mesh, ..) is for the ranks of a mesh",
+                ulysses.world_size() * ring.world_size(),
+                self.parts.len()
+            );
+        }
         if let Some(known) = self.context.get() {
+            if known.members().len() != ulysses.world_size() {
+                bail!(
+                    "layers attend by groups of other sizes\nhint: one ContextParallel for all of them"
+                );
+            }
             return Ok(known);
         }
         let rows = ContextRows::new(&self.parts, ulysses, ring, device)?;

@@ -224,10 +224,15 @@ impl Pass {
     /// # Errors
     /// Inputs of fewer than two dims.
     pub fn rows(&self, num_before: usize) -> Result<AttentionRows> {
+        let (b, t) = self.dims()?;
         if let Some(known) = self.rows.get() {
+            if known.keys().num_rows() != b * (num_before + t) && self.cut.is_none() {
+                bail!(
+                    "a pass goes on after {num_before} tokens that went on after others before\nhint: a Pass for each call"
+                );
+            }
             return Ok(known.clone());
         }
-        let (b, t) = self.dims()?;
         let rows = match (&self.cut, &self.documents) {
             (Some(cut), _) => cut.own().clone().into(),
             (None, Some(documents)) => documents.clone().into(),

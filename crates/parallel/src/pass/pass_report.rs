@@ -13,10 +13,10 @@ use super::reports::Reported;
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct PassReport {
-    /// Sum of the losses of this replica's targets, not divided, an f64 scalar on the stage's device; `None` but on the last
+    /// Sum of the losses of this replica's targets, of a context-parallel rank those of its rows, not divided, an f64 scalar on the stage's device; `None` but on the last
     /// stage. To read it is to wait for a GPU.
     pub loss_sum: Option<Tensor>,
-    /// Number of this replica's targets, over all micro-batches, on the last stage; 0 on the others.
+    /// Number of these targets, over all micro-batches, on the last stage; 0 on the others.
     pub num_targets: f64,
     /// What this rank's blocks have reported, by name.
     pub(crate) reported: BTreeMap<String, Reported>,

@@ -109,7 +109,7 @@ impl InputCheck {
             if let Some(mate) = mates.filter(|&mate| all[mate] != *given) {
                 bail!(
                     "ranks {mate} and {rank} belong to one replica and were given different micro-batches: {}\nhint: the \
-                     ranks of a pipeline and of a tensor-parallel group share their data; only data-parallel ranks \
+                     ranks of a pipeline, of a context-parallel and of a tensor-parallel group share their data; only data-parallel ranks \
                      (mesh.dp.rank()) have data of their own",
                     difference(mate, &all[mate], rank, given)
                 );
