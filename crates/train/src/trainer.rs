@@ -184,16 +184,16 @@ impl Trainer {
         }
         let blocks: Vec<usize> = part.block_indices().collect();
         tracing::debug!(
-            "rank {}: stage {} of {}, replica {} of {}, part {} of {} of its sequences, tensor-parallel part {} of {}; blocks {blocks:?}, {} parameters in {} buckets",
+            "rank {}: stage {} of {}, replica {} of {}, tensor-parallel part {} of {}, context-parallel part {} of {}; blocks {blocks:?}, {} parameters in {} buckets",
             mesh.world.rank(),
             mesh.pp.rank(),
             mesh.pp.world_size(),
             mesh.dp.rank(),
             mesh.dp.world_size(),
-            mesh.cp.rank(),
-            mesh.cp.world_size(),
             mesh.tp.rank(),
             mesh.tp.world_size(),
+            mesh.cp.rank(),
+            mesh.cp.world_size(),
             part.params().len(),
             part.params().num_buckets()
         );
