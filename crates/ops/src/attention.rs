@@ -75,7 +75,7 @@ pub fn attention_forward(
     Ok((out.into_tensor(), log_sum_exp))
 }
 
-/// [`attention_forward`] for some of the keys that the queries see, which [`merge_attention`] puts together with others: the output is f32
+/// [`attention_forward`] for some of the keys that the queries see, which [`merge_attention`](crate::merge_attention) puts together with others: the output is f32
 /// whatever the inputs are.
 ///
 /// # Errors
