@@ -394,9 +394,10 @@ impl AttentionRows {
         // Queries of one tensor may see keys of several.
         let num_keys = self.keys.num_rows() / b.max(1);
         let mut seen = self.seen(window);
-        for sequence in self.sequences() {
-            // Counted from the first key of the sequence of the tensor.
-            let first = (sequence.keys.start % num_keys.max(1)) as u32;
+        for (index, sequence) in self.sequences().into_iter().enumerate() {
+            // Counted from the first key of the sequence of the tensor, which has all of them if the queries' has.
+            let of_tensor = if b > 1 { index } else { 0 };
+            let first = (sequence.keys.start - of_tensor * num_keys) as u32;
             for seen in &mut seen[sequence.queries] {
                 *seen = seen.start + first..seen.end + first;
             }
