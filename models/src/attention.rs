@@ -146,9 +146,7 @@ impl Attention {
             Some(cache) => cache.append(self.layer, &k, &v)?,
             None => (k, v),
         };
-        let (ys, kept) = self
-            .context
-            .forward([&q, &k, &v], &self.spec, (pass, rows))?; // (b, t, num_heads, head_dim)
+        let (ys, kept) = self.context.forward([&q, &k, &v], &self.spec, pass, rows)?; // (b, t, num_heads, head_dim)
         let ys = ys.flatten_from(2)?; // (b, t, num_heads * head_dim)
         let (out, _) = self.o_proj.forward_add(&ys, Some(residual), pass)?;
         let (q, k) = unnormed.unwrap_or((q, k));

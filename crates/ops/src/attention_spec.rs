@@ -88,7 +88,10 @@ impl AttentionSpec {
     }
 
     /// If queries and keys are the same whole sequences, their documents if they have several.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    #[cfg_attr(
+        not(feature = "cuda"),
+        allow(dead_code, reason = "the CPU has one way for all rows")
+    )]
     pub(crate) fn whole(&self) -> Option<Option<&DocumentStarts>> {
         match &self.rows {
             None => Some(None),

@@ -87,6 +87,37 @@ fn processes_under_mpi_give_the_bits_of_threads() {
     }
 }
 
+#[test]
+fn processes_that_share_sequences_give_the_bits_of_threads() {
+    for flags in [
+        &[("--cp", "2"), ("--cp-method", "ring"), ("--tp", "2")][..],
+        &[("--cp", "4"), ("--ulysses", "2"), ("--tp", "1")],
+        &[
+            ("--cp", "2"),
+            ("--cp-method", "all-gather"),
+            ("--dp", "2"),
+            ("--tp", "1"),
+        ],
+    ] {
+        let program = |workspace: &Workspace| {
+            let program = workspace.finetune().without("--tp").without("--dp");
+            let program = program.without("--pp").flag("--seq-len", 37);
+            let flags = flags.iter();
+            flags.fold(program, |program, (flag, value)| program.flag(flag, value))
+        };
+        let (here, there) = (Workspace::new(), Workspace::new());
+        let Some(words) = mpirun(4) else {
+            return;
+        };
+        let program_there = program(&there).under(words).flag("--backend", "mpi");
+        program_there.succeeds();
+        program(&here).succeeds();
+        let weights =
+            |workspace: &Workspace| fs::read(workspace.output().join("model.safetensors")).unwrap();
+        assert!(weights(&here) == weights(&there), "{flags:?}");
+    }
+}
+
 /// What went wrong must be in the output, in a line of its own, and nothing saved.
 #[track_caller]
 pub fn assert_failed(outcome: &Outcome, parts: &[&str]) {

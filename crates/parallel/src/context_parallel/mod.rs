@@ -136,7 +136,8 @@ impl ContextParallel {
         &self,
         [q, k, v]: [&Tensor; 3],
         spec: &AttentionSpec,
-        (pass, rows): (&Pass, AttentionRows),
+        pass: &Pass,
+        rows: AttentionRows,
     ) -> Result<(Tensor, KeptAttention)> {
         let Some(cut) = pass.of_cut() else {
             let (out, log_sum_exp) = attention_forward(q, k, v, &spec.clone().with_rows(rows))?;
@@ -183,16 +184,10 @@ impl ContextParallel {
         pass: &Pass,
     ) -> Result<[Tensor; 3]> {
         let Some(cut) = pass.of_cut() else {
-            let pass_of_op = AttentionGrad {
-                q,
-                k,
-                v,
-                out,
-                log_sum_exp: &kept.log_sum_exp,
-                grad,
-            };
+            let heads = Heads { q, k, v, out };
+            let of_op = heads.pass([k, v], &kept.log_sum_exp, grad);
             let spec = spec.clone().with_rows(pass.rows(0)?);
-            return Ok(attention_backward(&pass_of_op, &spec)?.into());
+            return Ok(attention_backward(&of_op, &spec)?.into());
         };
         let rows = cut.context_rows(&self.ulysses, &self.ring, q.device())?;
         let Some([own_q, own_k, own_v, own_out]) = &kept.exchanged else {
