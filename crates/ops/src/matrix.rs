@@ -111,7 +111,7 @@ pub(crate) struct SharedBuffer<'a, T> {
     lifetime: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: the only access is through `write_rows` and `add_rows`, whose callers keep the rows in use at one time disjoint.
+// SAFETY: the only access is through `change_row`, whose callers keep the rows in use at one time disjoint.
 unsafe impl<T: Send> Sync for SharedBuffer<'_, T> {}
 
 impl<'a, T: Element> SharedBuffer<'a, T> {
@@ -135,17 +135,19 @@ impl<'a, T: Element> SharedBuffer<'a, T> {
         cols: usize,
         rows: impl Iterator<Item = (&'v [f32], f32)>,
     ) {
-        // SAFETY: the caller's promise.
-        let rows = unsafe { self.rows(start, row_stride, cols, rows) };
-        for (out, values, factor) in rows {
-            vectorised(
-                #[inline(always)]
-                || {
-                    for (out, value) in out.iter_mut().zip(values) {
-                        *out = T::nearest(value * factor);
-                    }
-                },
-            );
+        for (row, (values, factor)) in rows.enumerate() {
+            let change = |out: &mut [T]| {
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        for (out, value) in out.iter_mut().zip(values) {
+                            *out = T::nearest(value * factor);
+                        }
+                    },
+                );
+            };
+            // SAFETY: the caller's promise.
+            unsafe { self.change_row(start + row * row_stride, cols, change) };
         }
     }
 
@@ -160,17 +162,19 @@ impl<'a, T: Element> SharedBuffer<'a, T> {
         cols: usize,
         rows: impl Iterator<Item = (&'v [f32], f32)>,
     ) {
-        // SAFETY: the caller's promise.
-        let rows = unsafe { self.rows(start, row_stride, cols, rows) };
-        for (out, values, factor) in rows {
-            vectorised(
-                #[inline(always)]
-                || {
-                    for (out, value) in out.iter_mut().zip(values) {
-                        *out = T::nearest(out.widen() + value * factor);
-                    }
-                },
-            );
+        for (row, (values, factor)) in rows.enumerate() {
+            let change = |out: &mut [T]| {
+                vectorised(
+                    #[inline(always)]
+                    || {
+                        for (out, value) in out.iter_mut().zip(values) {
+                            *out = T::nearest(out.widen() + value * factor);
+                        }
+                    },
+                );
+            };
+            // SAFETY: the caller's promise.
+            unsafe { self.change_row(start + row * row_stride, cols, change) };
         }
     }
 
@@ -189,32 +193,8 @@ impl<'a, T: Element> SharedBuffer<'a, T> {
             "row of {len} elements at {start} in a buffer of {}",
             self.len
         );
-        // SAFETY: as for `rows`.
+        // SAFETY: the elements are in the buffer by the check above, and only ours as promised by the caller.
         change(unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) });
-    }
-
-    /// The rows of the buffer, each with what is to be put there.
-    ///
-    /// # Safety
-    /// Nobody else uses these elements at the same time.
-    unsafe fn rows<'s, 'v>(
-        &'s self,
-        start: usize,
-        row_stride: usize,
-        cols: usize,
-        rows: impl Iterator<Item = (&'v [f32], f32)>,
-    ) -> impl Iterator<Item = (&'s mut [T], &'v [f32], f32)> {
-        rows.enumerate().map(move |(row, (values, factor))| {
-            let first = start + row * row_stride;
-            assert!(
-                first + cols <= self.len,
-                "row of {cols} elements at {first} in a buffer of {}",
-                self.len
-            );
-            // SAFETY: the elements are in the buffer by the check above, and only ours as promised by the caller.
-            let out = unsafe { std::slice::from_raw_parts_mut(self.data.add(first), cols) };
-            (out, values, factor)
-        })
     }
 }
 
