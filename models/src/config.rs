@@ -99,6 +99,18 @@ impl ModelConfig {
         self.rope.max_seq_len(self.max_position_embeddings)
     }
 
+    /// Longest sequence without YaRN; `None` if the frequencies are scaled in another way.
+    pub fn original_context(&self) -> Option<usize> {
+        match self.rope {
+            RopeKind::Default => Some(self.max_position_embeddings),
+            RopeKind::Yarn {
+                original_max_position_embeddings,
+                ..
+            } => Some(original_max_position_embeddings),
+            _ => None,
+        }
+    }
+
     /// An error with names and numbers if the sizes are out of range or do not fit each other.
     ///
     /// # Errors

@@ -181,6 +181,44 @@ impl ConfigFile {
         Ok((theta, kind))
     }
 
+    /// The file of `config` with frequencies that YaRN scales.
+    pub fn with_yarn(text: &str, config: &ModelConfig, factor: f64) -> Result<String> {
+        let Some(original) = config.original_context() else {
+            bail!(
+                "the model's rotary frequencies are scaled already, by {}; YaRN scales those of a model that has the default ones, or YaRN's",
+                json!(config.rope)
+            );
+        };
+        let longest = (factor * original as f64).round() as usize;
+        if longest <= original {
+            bail!(
+                "YaRN's factor is {factor}, which makes the {original} tokens of the model's context no longer; expected more than 1"
+            );
+        }
+        let mut file: Value = serde_json::from_str(text).map_err(Error::msg)?;
+        let names = ["rope_scaling", "rope_parameters"];
+        let mut given = names.iter().filter_map(|name| file[*name].as_object());
+        let mut rope = given
+            .find(|rope| !rope.is_empty())
+            .cloned()
+            .unwrap_or_default();
+        for old in ["type", "attention_factor"] {
+            rope.remove(old);
+        }
+        rope.insert("rope_type".to_string(), json!("yarn"));
+        rope.insert("rope_theta".to_string(), json!(config.rope_theta));
+        // Of whole tokens, so that readers that divide the lengths have the same one.
+        let factor = longest as f64 / original as f64;
+        rope.insert("factor".to_string(), json!(factor));
+        let name = "original_max_position_embeddings";
+        rope.insert(name.to_string(), json!(original));
+        for name in names {
+            file[name] = json!(rope);
+        }
+        file["max_position_embeddings"] = json!(longest);
+        serde_json::to_string_pretty(&file).map_err(Error::msg)
+    }
+
     /// The text of a file that describes `config`.
     pub fn text_of(config: &ModelConfig) -> Result<String> {
         let write = || {

@@ -82,6 +82,17 @@ impl ModelConfig {
         Ok(config)
     }
 
+    /// The text of a `config.json` whose model reads texts `factor` times as long as `text` says, by YaRN: `rope_scaling` and
+    /// `rope_parameters` name it, and `max_position_embeddings` is the longer length, which some versions of `transformers` divide by the original
+    /// one instead of reading the factor. Where `text` names YaRN already, its other fields stay, and the factor is of its original context.
+    ///
+    /// # Errors
+    /// What [`Self::from_json`] refuses, frequencies that are scaled in another way, and a factor that makes the context no longer.
+    pub fn json_with_yarn(text: &str, factor: f64) -> Result<String> {
+        let text = ConfigFile::with_yarn(text, &Self::from_json(text)?, factor)?;
+        Self::from_json(&text).map(|_| text)
+    }
+
     /// The text of a `config.json` that `transformers` reads.
     ///
     /// # Errors

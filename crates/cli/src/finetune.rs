@@ -1,9 +1,9 @@
 //! `candle-train finetune`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use candle_core::Result;
+use candle_core::{Error, Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
 use candle_train::Tokenizer;
 use candle_train::hub::resolve_model;
@@ -27,6 +27,9 @@ pub struct Finetune {
     /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub
     #[arg(long, value_name = "DIR|REPO", long_help = model_help())]
     model: String,
+    /// Lengthen the model's context to so many times its own, such as yarn:4: YaRN's rotary frequencies, which the output's config.json names too
+    #[arg(long, value_name = "yarn:FACTOR", value_parser = yarn_factor)]
+    rope_scaling: Option<f64>,
     #[command(flatten)]
     data: DataArgs,
     /// Folder for the fine-tuned checkpoint, or for the adapter
@@ -48,6 +51,14 @@ pub struct Finetune {
     samples: SampleArgs,
 }
 
+/// The factor of `yarn:FACTOR`.
+fn yarn_factor(text: &str) -> std::result::Result<f64, String> {
+    let factor = text.strip_prefix("yarn:").and_then(|it| it.parse().ok());
+    factor
+        .filter(|factor: &f64| factor.is_finite() && *factor > 1.0)
+        .ok_or_else(|| "expected yarn:FACTOR with a factor above 1, such as yarn:4".to_string())
+}
+
 fn model_help() -> String {
     format!(
         "Checkpoint folder, or org/name[@revision] on the Hugging Face hub. Families: {}",
@@ -65,10 +76,16 @@ impl TrainingCommand for Finetune {
         let ranks = training.run_config_with_defaults()?;
         refuse_adapter(&self.model)?;
         let model = resolve_model(&self.model)?;
-        let config = ModelConfig::from_file(model.join("config.json"))?;
+        let mut sidecars = sidecar_files(&model)?;
+        let config = self.config(&model, &mut sidecars)?;
         let taken = training.fill(&flags, Some(&config), &ranks);
         training.validate_filled()?;
-        training.check_model(&config)?;
+        let seq_len = training.batches.sequences.seq_len;
+        let longer = config.original_context().map(|original| {
+            let factor = seq_len.div_ceil(original);
+            format!(", or --rope-scaling yarn:{factor} for a model of longer texts")
+        });
+        training.check_model(&config, &longer.unwrap_or_default())?;
         let tokenizer = Tokenizer::from_dir(&model)?;
         self.samples.check(&tokenizer, &config)?;
         let weights = InitialWeights::Checkpoint(model.clone());
@@ -90,8 +107,8 @@ impl TrainingCommand for Finetune {
             samples: &self.samples,
             stop,
             tokenizer,
-            title: format!("{} on {}", model.display(), self.data),
-            sidecars: sidecar_files(&model)?,
+            title: self.title(&model, &config),
+            sidecars,
             inputs,
             data,
             lora: self.lora.clone(),
@@ -102,5 +119,45 @@ impl TrainingCommand for Finetune {
             save_dtype: self.save_dtype.map(Into::into),
         }
         .run(ranks, flags)
+    }
+}
+
+impl Finetune {
+    /// The model's configuration; one with other frequencies takes the place of its own among `sidecars`.
+    fn config(&self, model: &Path, sidecars: &mut [(String, Vec<u8>)]) -> Result<ModelConfig> {
+        let path = model.join("config.json");
+        let config = ModelConfig::from_file(&path)?;
+        let Some(factor) = self.rope_scaling else {
+            return Ok(config);
+        };
+        let file = sidecars.iter_mut().find(|(name, _)| name == "config.json");
+        let Some((_, file)) = file else {
+            bail!("{} has gone while it was read", path.display());
+        };
+        let context =
+            |err: Error| err.context(format!("--rope-scaling yarn:{factor}, {}", path.display()));
+        let text =
+            ModelConfig::json_with_yarn(&String::from_utf8_lossy(file), factor).map_err(context)?;
+        let config = ModelConfig::from_json(&text).map_err(context)?;
+        if self.lora.is_given() {
+            bail!(
+                "--rope-scaling changes the model's config.json, which is not part of an adapter: it would be applied to a model with other frequencies\nhint: copy the model and change the config.json of the copy, which --model is then: \"max_position_embeddings\": {}, \"rope_scaling\": {}",
+                config.max_position_embeddings,
+                serde_json::to_value(config.rope).map_err(Error::wrap)?
+            );
+        }
+        *file = text.into_bytes();
+        Ok(config)
+    }
+
+    fn title(&self, model: &Path, config: &ModelConfig) -> String {
+        let longer = match (self.rope_scaling, config.original_context()) {
+            (Some(_), Some(original)) => format!(
+                ", its context lengthened from {original} to {} tokens by YaRN",
+                config.max_seq_len()
+            ),
+            _ => String::new(),
+        };
+        format!("{} on {}{longer}", model.display(), self.data)
     }
 }

@@ -116,7 +116,8 @@ impl TrainingCommand for Pretrain {
         let taken = training.fill(&flags, None, &ranks);
         training.validate_filled()?;
         let seq_len = training.batches.sequences.seq_len;
-        training.check_model(&self.model.config(None, seq_len)?)?;
+        let longer = format!(", or --max-positions {seq_len}");
+        training.check_model(&self.model.config(None, seq_len)?, &longer)?;
         let read = self.tokenizer.iter().cloned().collect();
         training.check_folders(&self.output, read, &ranks)?;
         let tokenizer = match &self.tokenizer {
@@ -130,7 +131,7 @@ impl TrainingCommand for Pretrain {
             }
         };
         let config = self.model.config(Some(&tokenizer), seq_len)?;
-        training.check_model(&config)?;
+        training.check_model(&config, &longer)?;
         self.samples.check(&tokenizer, &config)?;
         let of_model = DataModel {
             tokenizer: &tokenizer,

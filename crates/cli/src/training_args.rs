@@ -418,8 +418,9 @@ impl TrainingArgs {
         loss_scale.config(self.layout.dtype).map(drop)
     }
 
-    /// An error if the model cannot be divided over the ranks, or does not take sequences of this length.
-    pub(crate) fn check_model(&self, config: &ModelConfig) -> Result<()> {
+    /// An error if the model cannot be divided over the ranks, or does not take sequences of this length; `longer` says what else
+    /// there is to do then.
+    pub(crate) fn check_model(&self, config: &ModelConfig, longer: &str) -> Result<()> {
         self.layout.check_model(
             config,
             &self.batches.config(),
@@ -428,7 +429,7 @@ impl TrainingArgs {
         let (seq_len, max) = (self.batches.sequences.seq_len, config.max_seq_len());
         if seq_len > max {
             bail!(
-                "--seq-len {seq_len} is longer than the {max} tokens that the model's max_position_embeddings and rope_type allow"
+                "--seq-len {seq_len} is longer than the {max} tokens that the model's max_position_embeddings and rope_type allow\nhint: --seq-len {max} at most{longer}"
             );
         }
         Ok(())

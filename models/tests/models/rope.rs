@@ -40,6 +40,58 @@ fn tables_equal_those_of_transformers() {
 }
 
 #[test]
+fn a_file_that_yarn_scales_is_read_as_transformers_reads_it() {
+    let cases = include_str!("../../../tests/fixtures/rope_tables.jsonl");
+    let mut num_cases = 0;
+    for line in cases.lines() {
+        let case: Value = serde_json::from_str(line).unwrap();
+        let mut file = case["fields"].clone();
+        for name in ["vocab_size", "intermediate_size", "num_hidden_layers"] {
+            file[name] = json!(1);
+        }
+        file["model_type"] = json!("llama");
+        let config = ModelConfig::from_json(&file.to_string()).unwrap();
+        let Some(original) = config.original_context() else {
+            let message = ModelConfig::json_with_yarn(&file.to_string(), 4.0).unwrap_err();
+            assert!(message.to_string().contains("scaled already"), "{message}");
+            continue;
+        };
+        num_cases += 1;
+        for factor in [1.0 + 1.0 / original as f64, 1.3, 4.0, 7.77] {
+            let text = ModelConfig::json_with_yarn(&file.to_string(), factor).unwrap();
+            let longer = ModelConfig::from_json(&text).unwrap();
+            let written: Value = serde_json::from_str(&text).unwrap();
+            let longest = (factor * original as f64).round() as usize;
+            assert_eq!(longer.max_seq_len(), longest);
+            assert_eq!(longer.max_position_embeddings, longest);
+            assert_eq!(longer.original_context(), Some(original));
+            assert_eq!(longer.rope_theta, config.rope_theta);
+            let rope = &written["rope_scaling"];
+            assert_eq!(rope["factor"], json!(longest as f64 / original as f64));
+            let given = &file["rope_parameters"];
+            for stays in [
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            ] {
+                assert_eq!(rope[stays], given[stays], "{stays}");
+            }
+            assert_eq!(rope, &written["rope_parameters"]);
+            // Once more changes nothing.
+            let again = ModelConfig::json_with_yarn(&text, longest as f64 / original as f64);
+            assert_eq!(again.unwrap(), text);
+        }
+        for factor in [1.0, 0.5, f64::NAN, -2.0] {
+            let message = ModelConfig::json_with_yarn(&file.to_string(), factor).unwrap_err();
+            assert!(message.to_string().contains("more than 1"), "{message}");
+        }
+    }
+    assert!(num_cases > 10);
+}
+
+#[test]
 fn a_table_for_sequences_of_changing_length_is_that_of_each_length() {
     let config = |rope: &str| {
         ModelConfig::from_json(&format!(

@@ -1,5 +1,7 @@
 //! Sequences that ranks share, from the command line: training, evaluation and samples with each method, resuming on other ranks, and what is refused.
 
+use serde_json::{Value, json};
+
 use super::folder::fixture;
 use super::program::Program;
 use super::training::metrics;
@@ -173,4 +175,64 @@ fn sequences_that_cannot_be_shared_are_refused() {
     ] {
         finetune(&workspace, flags).run().assert_error(words);
     }
+}
+
+#[test]
+fn yarn_lengthens_a_model_and_the_output_says_so() {
+    let workspace = Workspace::new();
+    workspace.edit_config(|config| config["max_position_embeddings"] = 16.into());
+    let longer = |factor: &str| finetune(&workspace, &[("--rope-scaling", factor)]);
+    let words = [
+        "--seq-len 37",
+        "16 tokens",
+        "hint: --seq-len 16 at most, or --rope-scaling yarn:3",
+    ];
+    finetune(&workspace, &[]).run().assert_error(&words);
+    longer("yarn:2")
+        .run()
+        .assert_error(&["--seq-len 37", "32 tokens", "yarn:3"]);
+    for factor in ["yarn:1", "yarn:inf", "yarn:", "4", "linear:4"] {
+        longer(factor)
+            .run()
+            .assert_error(&["--rope-scaling", "yarn:4"]);
+    }
+    longer("yarn:1.01")
+        .run()
+        .assert_error(&["1.01", "16 tokens", "no longer", "config.json"]);
+    let adapter = longer("yarn:3").flag("--lora-rank", 2);
+    adapter.run().assert_error(&[
+        "adapter",
+        "\"max_position_embeddings\": 48",
+        "\"factor\":3.0",
+    ]);
+    let out = longer("yarn:3").flag("--steps", 1).succeeds().stdout;
+    assert!(
+        out.contains("lengthened from 16 to 48 tokens by YaRN"),
+        "{out}"
+    );
+    let config = std::fs::read_to_string(workspace.output().join("config.json")).unwrap();
+    let config: Value = serde_json::from_str(&config).unwrap();
+    assert_eq!(config["max_position_embeddings"], 48);
+    let rope = json!({"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0});
+    assert_eq!(
+        (&config["rope_scaling"], &config["rope_parameters"]),
+        (&rope, &rope)
+    );
+    // What is trained is what is written: the output is the same model, to go on with and to lengthen further.
+    let first = numbers_of(&workspace);
+    workspace.edit_config(|own| {
+        for field in ["max_position_embeddings", "rope_scaling", "rope_parameters"] {
+            own[field] = config[field].clone();
+        }
+    });
+    finetune(&workspace, &[("--steps", "1")]).succeeds();
+    assert_eq!(numbers_of(&workspace), first);
+    let out = longer("yarn:4").flag("--steps", 1).succeeds().stdout;
+    assert!(out.contains("lengthened from 16 to 64 tokens"), "{out}");
+    workspace.edit_config(|config| {
+        config["rope_scaling"] = json!({"rope_type": "linear", "factor": 4.0});
+    });
+    longer("yarn:3")
+        .run()
+        .assert_error(&["scaled already", "linear", "config.json"]);
 }
