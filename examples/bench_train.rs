@@ -36,6 +36,7 @@
 //! | `forward_secs`, `backward_secs`, `communication_secs`, `optimizer_secs` | means over the steps on the first rank; on a GPU by its own clock (CUDA events), with the optimizer's of the step before; communication is what the host waits for |
 //! | `hidden_communication_secs` | mean time of a step in which communication was under way and the rank computed; 0 on a GPU, where the host does not see it |
 //! | `pipeline` | of each rank of the first replica's pipeline the mean `idle_share` over the steps and `peak_activations_bytes`; empty without a pipeline |
+//! | `context_bytes_per_step` | what the first rank sends in a measured step to those that share its sequences; 0 without `--cp` |
 //! | `stage_secs` | with `--stage-secs`, of each stage and pass the median seconds of a micro-batch, from three more steps; else null |
 //! | `saving_step_secs`, `writing_step_secs` | with `--save-dir`: median of the steps after which a checkpoint was copied to be saved, the copy included, and of those right after, beside which it was written; neither is in `step_secs`. Null without |
 //!
@@ -172,6 +173,8 @@ struct Measured {
     profile: Option<Profile>,
     /// Of each step.
     pipeline: Vec<Vec<PipelineRank>>,
+    /// Sent in all measured steps to ranks that share sequences.
+    context_bytes: u64,
     /// What a pass of a micro-batch takes in a stage.
     stage_secs: Option<Vec<Value>>,
 }
@@ -342,6 +345,7 @@ fn bench(
         gpu: None,
         profile: None,
         pipeline: Vec::new(),
+        context_bytes: 0,
         stage_secs: None,
     };
     let mut faults_before = 0;
@@ -349,6 +353,7 @@ fn bench(
     for step in 0..num_measured_steps {
         if step == NUM_WARM_UP_STEPS {
             faults_before = page_faults();
+            mesh.cp.reset_counters();
         }
         let secs = measured.train_step(&mut trainer, &batches)?;
         let before_copy = Instant::now();
@@ -363,6 +368,7 @@ fn bench(
             measured.times.push(trainer.times());
         }
     }
+    measured.context_bytes = mesh.cp.counters().total().bytes;
     measured.page_faults_per_step = (page_faults() - faults_before) / args.steps.max(1) as u64;
     if args.profile {
         measured.profile_steps(&mut trainer, &batches, &mesh)?;
@@ -536,6 +542,7 @@ fn print(
         "page_faults_per_step": measured.page_faults_per_step,
         "product_floor_secs": measured.product_floor_secs,
         "pipeline": pipeline,
+        "context_bytes_per_step": measured.context_bytes / args.steps as u64,
         "stage_secs": measured.stage_secs,
         "forward_secs": mean(|t| t.forward_secs),
         "backward_secs": mean(|t| t.backward_secs),

@@ -52,6 +52,11 @@ family() {
         -- --seq-len 32 --global-batch-size 8 --micro-batch-size 2 --max-grad-norm 1.0
 }
 
+# Two sequences, as long as the text allows, with positions that YaRN makes possible.
+fixture long --model-type llama --seed 11 --vocab-size 80 --hidden-size 16 --intermediate-size 24 --layers 2 --heads 4 --kv-heads 2 \
+    --set max_position_embeddings 4437 --rope '{"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 1479}' \
+    -- --steps 3 --seq-len 4437 --global-batch-size 2 --micro-batch-size 1 --max-grad-norm 1.0
+
 family mistral --seed 6 --hidden-size 16 --intermediate-size 24 --set sliding_window 5 \
     --set pad_token_id 62
 family mistral_dynamic --seed 7 --hidden-size 16 --intermediate-size 24 --set sliding_window null \

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::folder::fixture;
+use super::folder::{fixture, read_json};
 use super::program::Program;
 use super::training::metrics;
 use super::workspace::Workspace;
@@ -235,4 +235,60 @@ fn yarn_lengthens_a_model_and_the_output_says_so() {
     longer("yarn:3")
         .run()
         .assert_error(&["scaled already", "linear", "config.json"]);
+}
+
+#[test]
+fn sequences_of_4437_tokens_train_as_in_pytorch() {
+    let reference = metrics(&fixture("long/reference/metrics.jsonl"));
+    let workspace = Workspace::with_model("long");
+    let scaled = read_json(&workspace.model("config.json"));
+    workspace.edit_config(|config| {
+        config["max_position_embeddings"] = 1479.into();
+        config["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 10000.0});
+    });
+    let ring = [("--cp", "4"), ("--cp-method", "ring")];
+    let both = [("--cp", "2"), ("--cp-method", "ulysses"), ("--tp", "2")];
+    for (flags, is_divided) in [(&ring[..], false), (&both, true)] {
+        let program = workspace
+            .finetune()
+            .without("--tp")
+            .without("--pp")
+            .without("--dp");
+        let program = program
+            .flag("--rope-scaling", "yarn:3")
+            .flag("--seq-len", 4437)
+            .flag("--global-batch-size", 2)
+            .flag("--steps", reference.len())
+            .flag("--warmup-steps", 2)
+            .flag("--min-lr-ratio", 0.1)
+            .flag("--weight-decay", 0.1)
+            .switch("--no-shuffle")
+            .flag("--metrics", workspace.path("metrics.jsonl").display());
+        let program = match is_divided {
+            true => program.switch("--sequence-parallel"),
+            false => program,
+        };
+        let flags_of_program = flags.iter();
+        let program =
+            flags_of_program.fold(program, |program, (flag, value)| program.flag(flag, value));
+        program.succeeds();
+        let lines = metrics(&workspace.path("metrics.jsonl"));
+        assert_eq!(lines.len(), reference.len());
+        for (line, expected) in lines.iter().zip(&reference) {
+            for field in ["loss", "grad_norm"] {
+                let (got, want) = (
+                    line[field].as_f64().unwrap(),
+                    expected[field].as_f64().unwrap(),
+                );
+                assert!(
+                    (got - want).abs() <= 1e-5 * want,
+                    "{flags:?}: {field} is {got} instead of {want}"
+                );
+            }
+        }
+        let written = read_json(&workspace.output().join("config.json"));
+        for field in ["rope_parameters", "max_position_embeddings"] {
+            assert_eq!(written[field], scaled[field]);
+        }
+    }
 }
