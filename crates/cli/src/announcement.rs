@@ -34,6 +34,16 @@ impl TrainingRun<'_> {
         if let Ok(Some(words)) = context.in_words(&self.config, tp, dtype) {
             print_line(&words);
         }
+        let sequences = (
+            training.batches.sequences.seq_len,
+            self.data.samples.are_packed(),
+        );
+        let on_devices = (&ranks.devices[..], dtype);
+        if let Ok(Some(words)) =
+            context.attention_in_words((&self.config, tp), sequences, on_devices)
+        {
+            print_line(&words);
+        }
         if let Some(note) = training.layout.recompute.note() {
             print_line(note);
         }

@@ -1,6 +1,7 @@
 //! Flags of context parallelism: which ranks share a sequence, and how they attend to what the others have.
 
-use candle_core::{DType, Result, bail};
+use candle_core::{DType, Device, Result, bail};
+use candle_ops::AttentionCode;
 use candle_parallel::{ContextConfig, ContextMethod};
 use candle_train_models::ModelConfig;
 use clap::{Args, ValueEnum};
@@ -67,6 +68,45 @@ impl ContextArgs {
         }
         let heads = config.heads_of_rank(tp);
         self.config().groups(self.cp, heads, DType::F32).map(drop)
+    }
+
+    /// What computes attention on GPUs, in words; nothing without context parallelism. `is_packed`: sequences have several documents.
+    pub(crate) fn attention_in_words(
+        &self,
+        (config, tp): (&ModelConfig, usize),
+        (seq_len, is_packed): (usize, bool),
+        (devices, dtype): (&[Device], DType),
+    ) -> Result<Option<String>> {
+        let gpu = devices.iter().find(|device| !device.is_cpu());
+        let Some(gpu) = gpu.filter(|_| self.cp > 1) else {
+            return Ok(None);
+        };
+        let heads = config.heads_of_rank(tp);
+        let (ulysses, gathers) = self.config().groups(self.cp, heads, dtype)?;
+        let has_whole = ulysses == self.cp;
+        let mut windows = config.windows.iter().flatten();
+        let own = "attention: this program's kernels";
+        let cudnn = "attention: cuDNN";
+        let words = match AttentionCode::of_whole(gpu, dtype)? {
+            AttentionCode::Cudnn if has_whole => format!("{cudnn}, on whole sequences"),
+            AttentionCode::Cudnn if is_packed => format!(
+                "{own}, as each rank has pieces of packed documents\nhint: --no-packing, or --cp-method ulysses where there are heads enough, leaves it to cuDNN"
+            ),
+            AttentionCode::Cudnn if gathers => format!(
+                "{own}, as queries see different parts of the keys that are gathered\nhint: --cp-method ring leaves it to cuDNN"
+            ),
+            AttentionCode::Cudnn if windows.any(|window| *window < seq_len) => {
+                format!("{cudnn}, but this program's kernels in layers with a window")
+            }
+            AttentionCode::Cudnn => {
+                format!("{cudnn}, causal for a rank's own keys and full for those of others")
+            }
+            _ => format!(
+                "{own}, as cuDNN is not there, not wanted, or does not take {}",
+                dtype.as_str()
+            ),
+        };
+        Ok(Some(words))
     }
 
     /// What is chosen for the run, in words; nothing without context parallelism.

@@ -127,7 +127,7 @@ pub fn attention_backward(
 /// [`attention_delta`], are of the output for all of them: with those of `k` and `v` alone the gradients of q and k would be wrong. `None`: they are all.
 ///
 /// # Shapes
-/// `delta (b, hq, t)` f32; `sums` in the shapes of q, k and v. [`AttentionGrad::out`] is read without `delta`, on GPUs.
+/// `delta (b, hq, t)` f32; `sums` in the shapes of q, k and v. [`AttentionGrad::out`] is the whole output, too: GPUs read it, without `delta` or where cuDNN does.
 ///
 /// # Errors
 /// As [`attention_backward`], and sums of other shapes or dtypes.

@@ -1,5 +1,7 @@
 //! Which code computed attention: without cuDNN, or with a shape that it does not take, a step on a GPU is much longer.
 
+use crate::GpuSettings;
+use candle_core::{DType, Device, Result};
 use std::fmt::{Display, Formatter};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -23,6 +25,27 @@ impl AttentionCode {
         let all = [Self::Cpu, Self::Own, Self::Cudnn];
         let is_used = |code: &Self| USED[*code as usize].load(Relaxed);
         all.into_iter().filter(is_used).collect()
+    }
+
+    /// What computes attention of values of this type on this device, where queries and keys are whole sequences or parts of them that see all of each
+    /// other, of sizes that cuDNN takes; others are left to [`Self::Own`].
+    ///
+    /// # Errors
+    /// When a variable has a value that means nothing.
+    pub fn of_whole(device: &Device, dtype: DType) -> Result<Self> {
+        if device.is_cpu() {
+            return Ok(Self::Cpu);
+        }
+        let is_refused = GpuSettings::get()?.attention == Some(Self::Own);
+        let is_narrow = matches!(dtype, DType::BF16 | DType::F16);
+        #[cfg(feature = "cudnn")]
+        let is_there = crate::cuda::has_cudnn();
+        #[cfg(not(feature = "cudnn"))]
+        let is_there = false;
+        Ok(match is_there && is_narrow && !is_refused {
+            true => Self::Cudnn,
+            false => Self::Own,
+        })
     }
 
     /// Tells that it computes attention.

@@ -1,5 +1,7 @@
 //! What attention computes, beside its tensors.
 
+#[cfg(feature = "cudnn")]
+use crate::attention_rectangle::Rectangle;
 use crate::{AttentionRows, DocumentStarts, HeadGroups};
 use candle_core::{Result, Tensor, bail};
 
@@ -96,6 +98,25 @@ impl AttentionSpec {
         match &self.rows {
             None => Some(None),
             Some(rows) => rows.whole(),
+        }
+    }
+
+    /// The rectangles that the rows are, if they are, and tensors do not have whole sequences already.
+    #[cfg(feature = "cudnn")]
+    pub(crate) fn rectangle(&self) -> Option<Rectangle> {
+        let rows = self.rows.as_ref()?;
+        let are_in_one = rows.queries().dims().0 == 1 && rows.sequences().len() > 1;
+        let is_of_parts = rows.whole().is_none() || are_in_one;
+        is_of_parts.then(|| rows.known_rectangle(self.window))?
+    }
+
+    /// The same for rows of which queries see all that come before.
+    #[cfg(feature = "cudnn")]
+    pub(crate) fn of_all(&self) -> Self {
+        Self {
+            window: None,
+            rows: None,
+            ..self.clone()
         }
     }
 

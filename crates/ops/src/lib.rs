@@ -27,6 +27,8 @@ mod attention;
 mod attention_blocks;
 mod attention_code;
 mod attention_merge;
+#[cfg(any(test, feature = "cudnn"))]
+mod attention_rectangle;
 mod attention_spec;
 mod chunks;
 mod cross_entropy;

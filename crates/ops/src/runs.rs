@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::DocumentStarts;
+#[cfg(feature = "cudnn")]
+use crate::attention_rectangle::Rectangle;
 #[cfg(feature = "cuda")]
 use {
     crate::upload,
@@ -240,10 +242,20 @@ impl Runs {
         });
         let of_sequences: Vec<_> = of_sequences.collect();
         let dims = (1, rows.len());
-        Ok((
-            Self::new(of_sequences, first.0.document_lens.clone(), dims, None),
-            rows,
-        ))
+        let lens = first.0.document_lens.clone();
+        let runs = || of_sequences.iter().flatten();
+        let is_whole = |run: &Run| run.start == 0 && run.len == lens[run.document];
+        let whole = match runs().all(is_whole) {
+            true => {
+                let mut starts = Vec::with_capacity(rows.len());
+                for run in runs() {
+                    starts.extend(std::iter::repeat_n(starts.len() as u32, run.len));
+                }
+                Some(Whole(Some(DocumentStarts::new(starts, dims)?)))
+            }
+            false => None,
+        };
+        Ok((Self::new(of_sequences, lens, dims, whole), rows))
     }
 }
 
@@ -306,10 +318,16 @@ pub struct AttentionRows {
     /// What GPUs were given of them, each for a window and tiles of so many keys.
     #[cfg(feature = "cuda")]
     on_gpus: Arc<Mutex<Vec<OnGpu>>>,
+    /// What they are, each with a window.
+    #[cfg(feature = "cudnn")]
+    rectangles: Arc<Mutex<Vec<OfWindow>>>,
 }
 
 #[cfg(feature = "cuda")]
 type OnGpu = ((Option<usize>, usize), Tensor);
+
+#[cfg(feature = "cudnn")]
+type OfWindow = (Option<usize>, Option<Rectangle>);
 
 impl PartialEq for AttentionRows {
     fn eq(&self, other: &Self) -> bool {
@@ -346,7 +364,24 @@ impl AttentionRows {
             keys,
             #[cfg(feature = "cuda")]
             on_gpus: Arc::default(),
+            #[cfg(feature = "cudnn")]
+            rectangles: Arc::default(),
         }
+    }
+
+    /// As [`Self::rectangle`], found once for each window.
+    #[cfg(feature = "cudnn")]
+    pub(crate) fn known_rectangle(&self, window: Option<usize>) -> Option<Rectangle> {
+        let mut known = self
+            .rectangles
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, rectangle)) = known.iter().find(|(of, _)| *of == window) {
+            return *rectangle;
+        }
+        let rectangle = self.rectangle(window);
+        known.push((window, rectangle));
+        rectangle
     }
 
     /// Whether queries and keys are of as many sequences.

@@ -306,6 +306,12 @@ impl Samples {
         )
     }
 
+    /// Whether some have several records, each of which sees itself alone.
+    pub fn are_packed(&self) -> bool {
+        let mut samples = self.starts.windows(2);
+        self.config.document_mask && samples.any(|pieces| pieces[1] - pieces[0] > 1)
+    }
+
     /// How they were made.
     pub fn config(&self) -> &SampleConfig {
         &self.config

@@ -8,6 +8,8 @@ use crate::attention_spec::NAME;
 use crate::host::detached;
 use crate::{AttentionCode, AttentionSpec, OpOutput};
 use candle_core::{Result, Tensor, bail};
+#[cfg(feature = "cudnn")]
+use {crate::attention_rectangle::Mask, candle_core::DType};
 
 /// Rows of queries or keys that a block works on.
 const TILE: usize = 16;
@@ -22,12 +24,29 @@ pub(crate) fn attention_forward(
 ) -> Result<(OpOutput, Tensor)> {
     let (q, k, v) = (detached(q)?, detached(k)?, detached(v)?);
     #[cfg(feature = "cudnn")]
-    if !is_part && let Some(done) = super::cudnn::attention_forward([&q, &k, &v], spec)? {
+    if let Some((out, log_sum_exp)) = forward_by_cudnn([&q, &k, &v], spec)? {
         AttentionCode::Cudnn.note();
-        return Ok(done);
+        let out = match is_part {
+            true => out.into_tensor().to_dtype(DType::F32)?.into(),
+            false => out,
+        };
+        return Ok((out, log_sum_exp));
     }
     AttentionCode::Own.note();
     by_dtype!(NAME, "q", q, T => forward::<T>([&q, &k, &v], spec, is_part))
+}
+
+#[cfg(feature = "cudnn")]
+fn forward_by_cudnn(qkv: [&Tensor; 3], spec: &AttentionSpec) -> Result<Option<(OpOutput, Tensor)>> {
+    let Some(rectangle) = spec.rectangle() else {
+        return super::cudnn::attention_forward(qkv, spec, Mask::Causal);
+    };
+    let of_all = spec.of_all();
+    let done = rectangle.forward(qkv, |qkv| {
+        let done = super::cudnn::attention_forward(qkv, &of_all, rectangle.mask)?;
+        Ok(done.map(|(out, log_sum_exp)| (out.into_tensor(), log_sum_exp)))
+    })?;
+    Ok(done.map(|(out, log_sum_exp)| (out.into(), log_sum_exp)))
 }
 
 fn forward<T: Element>(

@@ -7,6 +7,8 @@ use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::{In, OptOut};
 use super::values::{Fresh, Values};
+#[cfg(feature = "cudnn")]
+use crate::attention_rectangle::Mask;
 use crate::attention_spec::NAME;
 use crate::host::detached;
 use crate::{AttentionCode, AttentionGrad, AttentionSpec};
@@ -32,9 +34,9 @@ pub(crate) fn attention_backward(
         grad: &grad,
     };
     #[cfg(feature = "cudnn")]
-    if let Some(done) = super::cudnn::attention_backward(&pass, spec)? {
+    if let Some(done) = backward_by_cudnn(&pass, spec)? {
         AttentionCode::Cudnn.note();
-        return Ok(done);
+        return Ok(done.into());
     }
     AttentionCode::Own.note();
     by_dtype!(NAME, "q", q, T => {
@@ -48,6 +50,20 @@ pub(crate) fn attention_backward(
         pass.q_grad::<T>(delta.out().read(), (Some(dq.out()), None))?;
         pass.kv_grads::<T>(delta.out().read(), [Some(dk.out()), Some(dv.out())], [None, None])?;
         Ok((dq.into_tensor(q.shape()), dk.into_tensor(k.shape()), dv.into_tensor(v.shape())))
+    })
+}
+
+#[cfg(feature = "cudnn")]
+fn backward_by_cudnn(
+    pass: &AttentionGrad<'_>,
+    spec: &AttentionSpec,
+) -> Result<Option<[Tensor; 3]>> {
+    let Some(rectangle) = spec.rectangle() else {
+        return super::cudnn::attention_backward(pass, spec, Mask::Causal);
+    };
+    let of_all = spec.of_all();
+    rectangle.backward(pass, |pass| {
+        super::cudnn::attention_backward(pass, &of_all, rectangle.mask)
     })
 }
 
@@ -71,6 +87,19 @@ pub(crate) fn attention_backward_of_part(
         log_sum_exp: &log_sum_exp,
         grad: &grad,
     };
+    // Its delta is that of the whole output, too, as that is what it reads.
+    #[cfg(feature = "cudnn")]
+    {
+        let out = detached(pass.out)?;
+        let pass = AttentionGrad { out: &out, ..pass };
+        if let Some(done) = backward_by_cudnn(&pass, spec)? {
+            AttentionCode::Cudnn.note();
+            let mut grads = sums.iter().zip(done);
+            return grads.try_for_each(|(sum, grad)| {
+                crate::add_into(sum, true, &grad.to_dtype(DType::F32)?)
+            });
+        }
+    }
     let delta = match delta {
         Some(delta) => detached(delta)?,
         None => crate::attention_delta(&pass.out.to_dtype(DType::F32)?, &grad)?,

@@ -48,6 +48,8 @@ pub(crate) use column_sum::{linear_bias_grad, linear_bias_grad_into};
 pub(crate) use cross_entropy::{
     cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, softmax_stats,
 };
+#[cfg(feature = "cudnn")]
+pub(crate) use cudnn::is_there as has_cudnn;
 pub(crate) use device::{num_gpus, open};
 pub(crate) use elements::{add_into, round_into};
 pub(crate) use embedding::{embedding_forward, embedding_grad, embedding_grad_into};

@@ -73,7 +73,8 @@ fn describe_key_grad(
     [scores, rows]: [Node; 2],
     [number, head_number]: [i64; 2],
 ) -> Result<()> {
-    let dims = graph.score_dims();
+    let [b, heads, queries, keys] = graph.score_dims();
+    let dims = [b, heads, keys, queries];
     let transposed = graph.between_with_strides(graph.narrow(), dims, by_column(dims), None)?;
     let transposed = graph.reordered(scores, transposed)?;
     let grad = graph.of_keys(number)?;

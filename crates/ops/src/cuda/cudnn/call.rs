@@ -14,18 +14,20 @@ use super::plan::Plan;
 use super::plans::with_plans;
 use super::sizes::{Direction, Sizes};
 use super::work::{Argument, Work, refusal};
+use crate::attention_rectangle::Mask;
 use crate::attention_spec::NAME;
 use crate::half_precision::by_half_precision;
 use crate::op_times::OpName;
 use crate::{AttentionCode, AttentionGrad, AttentionSpec, GpuSettings, OpOutput};
 use candle_core::{DType, Result, Tensor, bail};
 
-/// As `cuda::attention_forward`; the tensors are contiguous and outside any graph.
+/// As `cuda::attention_forward`, of what the spec or `mask` says that queries see; the tensors are contiguous and outside any graph.
 pub(in super::super) fn attention_forward(
     [q, k, v]: [&Tensor; 3],
     spec: &AttentionSpec,
+    mask: Mask,
 ) -> Result<Option<(OpOutput, Tensor)>> {
-    let Some(work) = supported(q, k, spec, Direction::Forward)? else {
+    let Some(work) = supported([q, k], (spec, mask), Direction::Forward)? else {
         return Ok(None);
     };
     by_half_precision!(NAME, "q", q, T => forward::<T>(&work, [q, k, v]))
@@ -54,21 +56,19 @@ fn forward<T: Element>(work: &Work, [q, k, v]: [&Tensor; 3]) -> Result<Option<(O
 pub(in super::super) fn attention_backward(
     pass: &AttentionGrad<'_>,
     spec: &AttentionSpec,
-) -> Result<Option<(Tensor, Tensor, Tensor)>> {
+    mask: Mask,
+) -> Result<Option<[Tensor; 3]>> {
     let kind = match GpuSettings::get()?.deterministic {
         true => Direction::DeterministicBackward,
         false => Direction::Backward,
     };
-    let Some(work) = supported(pass.q, pass.k, spec, kind)? else {
+    let Some(work) = supported([pass.q, pass.k], (spec, mask), kind)? else {
         return Ok(None);
     };
     by_half_precision!(NAME, "q", pass.q, T => backward::<T>(&work, pass))
 }
 
-fn backward<T: Element>(
-    work: &Work,
-    pass: &AttentionGrad<'_>,
-) -> Result<Option<(Tensor, Tensor, Tensor)>> {
+fn backward<T: Element>(work: &Work, pass: &AttentionGrad<'_>) -> Result<Option<[Tensor; 3]>> {
     let AttentionGrad {
         q,
         k,
@@ -101,18 +101,17 @@ fn backward<T: Element>(
     if !run(&gpu, work, &arguments)? {
         return not_by_cudnn("cuDNN has no kernel for these sizes; the log has its words");
     }
-    Ok(Some((
+    Ok(Some([
         dq.into_tensor(q.shape()),
         dk.into_tensor(k.shape()),
         dv.into_tensor(v.shape()),
-    )))
+    ]))
 }
 
 /// What is to be done, if cuDNN may know how.
 fn supported(
-    q: &Tensor,
-    k: &Tensor,
-    spec: &AttentionSpec,
+    [q, k]: [&Tensor; 2],
+    (spec, mask): (&AttentionSpec, Mask),
     pass: Direction,
 ) -> Result<Option<Work>> {
     if q.elem_count() == 0 || k.elem_count() == 0 {
@@ -123,7 +122,7 @@ fn supported(
         None => Library::get().map_err(str::to_string),
     };
     let reason = match library {
-        Ok(library) => return Work::new(library, [q, k], spec, pass).map(Some),
+        Ok(library) => return Work::new(library, [q, k], (spec, mask), pass).map(Some),
         Err(reason) => reason,
     };
     with_plans(|plans| plans.tell(reason.clone()));

@@ -11,6 +11,7 @@
 use super::descriptor::{Descriptor, Value};
 use super::library::{Library, Opaque};
 use super::sizes::Sizes;
+use crate::attention_rectangle::Mask;
 use candle_core::{DType, Result};
 use std::ffi::c_int;
 
@@ -175,26 +176,24 @@ impl Graph {
 
     /// A tensor of the call's with heads of queries, `(b, t, heads, d)` in memory.
     pub(super) fn of_queries(&mut self, number: i64) -> Result<Node> {
-        let (dims, strides) = (self.query_dims(), self.by_token(self.sizes.heads));
+        let (dims, strides) = (self.query_dims(), self.by_token(self.query_dims()));
         let offsets = self.offsets(|documents| documents.q_offsets);
         self.in_memory(number, self.narrow(), dims, strides, offsets)
     }
 
-    /// A tensor of the call's with heads of keys and values, `(b, t, kv_heads, d)` in memory.
+    /// A tensor of the call's with heads of keys and values, `(b, keys, kv_heads, d)` in memory.
     pub(super) fn of_keys(&mut self, number: i64) -> Result<Node> {
-        let [b, t, d] = self.counts();
-        let heads = self.sizes.kv_heads;
-        let (dims, strides) = ([b, heads as i64, t, d], self.by_token(heads));
+        let dims = self.key_dims(self.sizes.kv_heads);
+        let strides = self.by_token(dims);
         let offsets = self.offsets(|documents| documents.k_offsets);
         self.in_memory(number, self.narrow(), dims, strides, offsets)
     }
 
     /// The same memory with rows as columns.
     pub(super) fn of_keys_transposed(&mut self, number: i64) -> Result<Node> {
-        let [b, t, d] = self.counts();
-        let heads = self.sizes.kv_heads;
-        let [all, head, row, column] = self.by_token(heads);
-        let (dims, strides) = ([b, heads as i64, d, t], [all, head, column, row]);
+        let [b, heads, keys, d] = self.key_dims(self.sizes.kv_heads);
+        let [all, head, row, column] = self.by_token([b, heads, keys, d]);
+        let (dims, strides) = ([b, heads, d, keys], [all, head, column, row]);
         let offsets = self.offsets(|documents| documents.k_offsets);
         self.in_memory(number, self.narrow(), dims, strides, offsets)
     }
@@ -214,13 +213,7 @@ impl Graph {
         let dims = self.query_dims();
         match self.by_token_at(|documents| documents.q_offsets) {
             None => self.in_memory(number, FLOAT, dims, packed(dims), None),
-            offsets => self.in_memory(
-                number,
-                FLOAT,
-                dims,
-                self.by_token(self.sizes.heads),
-                offsets,
-            ),
+            offsets => self.in_memory(number, FLOAT, dims, self.by_token(dims), offsets),
         }
     }
 
@@ -228,10 +221,10 @@ impl Graph {
     /// cuDNN multiplies the offsets of the keys, to which it refers, with the number of heads in a group (cudnn-frontend 1.32,
     /// `scaled_dot_product_flash_attention.h`).
     pub(super) fn of_key_heads(&mut self, number: i64) -> Result<Node> {
-        let (kind, dims) = (self.narrow(), self.query_dims());
+        let (kind, dims) = (self.narrow(), self.key_dims(self.sizes.heads));
         match self.by_token_at(|documents| documents.k_offsets) {
             None => self.between(kind, dims),
-            offsets => self.in_memory(number, kind, dims, self.by_token(self.sizes.heads), offsets),
+            offsets => self.in_memory(number, kind, dims, self.by_token(dims), offsets),
         }
     }
 
@@ -246,9 +239,8 @@ impl Graph {
     }
 
     /// Strides of a tensor whose heads lie side by side for each token.
-    fn by_token(&self, heads: usize) -> [i64; 4] {
-        let ([_, t, d], heads) = (self.counts(), heads as i64);
-        [t * heads * d, d, heads * d, 1]
+    fn by_token(&self, [_, heads, rows, d]: [i64; 4]) -> [i64; 4] {
+        [rows * heads * d, d, heads * d, 1]
     }
 
     /// A number that the call brings along.
@@ -259,9 +251,8 @@ impl Graph {
 
     /// Keys that were taken with rows as columns, as rows again.
     pub(super) fn keys_by_row(&mut self, keys: Node) -> Result<Node> {
-        let [b, t, d] = self.counts();
-        let heads = self.sizes.kv_heads;
-        let (dims, strides) = ([b, heads as i64, t, d], self.by_token(heads));
+        let dims = self.key_dims(self.sizes.kv_heads);
+        let strides = self.by_token(dims);
         let offsets = self.offsets(|documents| documents.k_offsets);
         let rows = self.between_with_strides(FLOAT, dims, strides, offsets)?;
         self.reordered(keys, rows)
@@ -272,23 +263,23 @@ impl Graph {
     }
 
     pub(super) fn score_dims(&self) -> [i64; 4] {
-        let [b, t, _] = self.counts();
-        [b, self.sizes.heads as i64, t, t]
+        let [b, heads, t, _] = self.query_dims();
+        [b, heads, t, self.sizes.num_keys as i64]
     }
 
     pub(super) fn row_dims(&self) -> [i64; 4] {
-        let [b, t, _] = self.counts();
-        [b, self.sizes.heads as i64, t, 1]
+        let [b, heads, t, _] = self.query_dims();
+        [b, heads, t, 1]
     }
 
     pub(super) fn query_dims(&self) -> [i64; 4] {
-        let [b, t, d] = self.counts();
-        [b, self.sizes.heads as i64, t, d]
+        let Sizes { b, t, heads, d, .. } = self.sizes;
+        [b, heads, t, d].map(|count| count as i64)
     }
 
-    fn counts(&self) -> [i64; 3] {
-        let Sizes { b, t, d, .. } = self.sizes;
-        [b as i64, t as i64, d as i64]
+    fn key_dims(&self, heads: usize) -> [i64; 4] {
+        let Sizes { b, num_keys, d, .. } = self.sizes;
+        [b, heads, num_keys, d].map(|count| count as i64)
     }
 
     /// A tensor that is never in memory.
@@ -400,10 +391,13 @@ impl Graph {
         self.mapped(mode, &[(751, x.raw), (752, other.raw)], y)
     }
 
-    /// The scores, with those of keys replaced that their query does not see: of keys after it, and of those before its window; of
+    /// The scores, with those of keys replaced that their query does not see: unless it sees all, of keys after it, and of those before its window; of
     /// rows and columns beyond a document's last. In two or three steps, with the window in f32, as cuDNN knows it (cudnn-frontend,
     /// `diagonal_band_mask.h` and `attn_score_modifiers.h`).
     pub(super) fn seen(&mut self, scores: Node) -> Result<Node> {
+        if self.sizes.mask == Mask::Full {
+            return Ok(scores);
+        }
         let unseen = self.number(UNSEEN)?;
         let scores = self.within_document(scores, unseen)?;
         let (row, column) = (self.index(scores, 2, FLOAT)?, self.index(scores, 3, FLOAT)?);

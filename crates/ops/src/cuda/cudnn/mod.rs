@@ -39,3 +39,8 @@ mod work;
 
 pub(super) use call::{attention_backward, attention_forward};
 pub(super) use library::version;
+
+/// Whether the library can be used.
+pub(crate) fn is_there() -> bool {
+    library::Library::get().is_ok()
+}

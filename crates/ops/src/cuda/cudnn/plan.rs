@@ -73,6 +73,7 @@ mod tests {
     use super::super::library::Library;
     use super::super::plans::PlansOfSizes;
     use super::super::sizes::{Direction, Packed, Sizes};
+    use crate::attention_rectangle::Mask;
     use candle_core::{DType, Result};
 
     /// An H200 as cuDNN describes it.
@@ -149,11 +150,42 @@ mod tests {
                     dtype,
                     b,
                     t,
+                    num_keys: t,
+                    mask: Mask::Causal,
                     packed,
                     heads,
                     kv_heads,
                     d,
                     window,
+                })
+            })
+        })
+    }
+
+    /// Sequences, queries and keys of parts that context-parallel ranks attend to: all queries and the first half of the keys, the last half of the
+    /// queries and all keys, and those of pieces of different lengths.
+    const PARTS: [(usize, usize, usize); 5] = [
+        (1, 8192, 4096),
+        (1, 4096, 8192),
+        (4, 2048, 1024),
+        (1, 1025, 2049),
+        (1, 257, 129),
+    ];
+
+    /// The same with each number of heads, type and pass.
+    fn cases_of_parts() -> impl Iterator<Item = Sizes> {
+        let whole = cases().filter(|sizes| {
+            (sizes.b, sizes.t) == (SEQUENCES[0].0, SEQUENCES[0].1) && sizes.window.is_none()
+        });
+        whole.flat_map(|sizes| {
+            [64, 128].into_iter().flat_map(move |d| {
+                PARTS.map(|(b, t, num_keys)| Sizes {
+                    b,
+                    t,
+                    num_keys,
+                    mask: Mask::Full,
+                    d,
+                    ..sizes
                 })
             })
         })
@@ -180,8 +212,8 @@ mod tests {
     /// error that there is no device is enough. Without any, cuDNN plans nothing; so this runs on demand.
     #[test]
     fn cudnn_plans_every_size_for_an_h100_and_an_h200() -> Result<()> {
-        plan("H200", H200, cases())?;
-        plan("H100", &h100(), cases())
+        plan("H200", H200, cases().chain(cases_of_parts()))?;
+        plan("H100", &h100(), cases().chain(cases_of_parts()))
     }
 
     #[test]
@@ -197,7 +229,7 @@ mod tests {
         }
         let library = Library::get().map_err(candle_core::Error::msg)?;
         println!(
-            "| GPU | pass | type | b | t | packed tokens | heads | d | window | sequences a call | workspace MiB | beside it MiB | configurations |"
+            "| GPU | pass | type | b | queries | keys | mask | packed tokens | heads | d | window | sequences a call | workspace MiB | beside it MiB | configurations |"
         );
         let properties = Descriptor::of(library, 38, &[(2702, Value::Text(&format!("{gpu}\0")))])?;
         let target = Target::Properties(properties.raw());
@@ -217,6 +249,8 @@ mod tests {
                 dtype,
                 b,
                 t,
+                num_keys,
+                mask,
                 packed,
                 heads,
                 kv_heads,
@@ -224,7 +258,7 @@ mod tests {
                 window,
             } = all;
             println!(
-                "| {name} | {pass:?} | {dtype:?} | {b} | {t} | {:?} | {heads} on {kv_heads} | {d} | {window:?} | {} | {workspace:.1} | {beside:.1} | {} |",
+                "| {name} | {pass:?} | {dtype:?} | {b} | {t} | {num_keys} | {mask:?} | {:?} | {heads} on {kv_heads} | {d} | {window:?} | {} | {workspace:.1} | {beside:.1} | {} |",
                 packed.map(|packed| packed.tokens),
                 call.b,
                 configurations.count()?

@@ -204,8 +204,9 @@ impl PlansOfSizes {
 
     /// What it is, for the log.
     pub(super) fn describe(&self) -> String {
-        let Sizes { b, t, .. } = self.sizes;
+        let Sizes { b, t, num_keys, .. } = self.sizes;
         let of_what = match self.sizes.packed {
+            None if t != num_keys => format!("{b} sequences of {t} queries and {num_keys} keys"),
             None => format!("{b} sequences of {t} tokens"),
             Some(Packed { tokens, .. }) => {
                 format!("up to {b} documents of up to {t} tokens, {tokens} tokens in all")

@@ -1,5 +1,6 @@
 //! What a plan of attention is made for.
 
+use crate::attention_rectangle::Mask;
 use candle_core::DType;
 use std::fmt::{Display, Formatter};
 
@@ -32,8 +33,11 @@ pub(super) struct Sizes {
     pub(super) dtype: DType,
     /// Sequences, or documents.
     pub(super) b: usize,
-    /// Tokens of a sequence, or the most of a document.
+    /// Queries of a sequence, or the most of a document.
     pub(super) t: usize,
+    /// Its keys.
+    pub(super) num_keys: usize,
+    pub(super) mask: Mask,
     /// If the sequences are packed documents.
     pub(super) packed: Option<Packed>,
     pub(super) heads: usize,
@@ -111,13 +115,15 @@ impl Sizes {
 
 #[cfg(test)]
 mod tests {
-    use super::{DType, Direction, Packed, Sizes};
+    use super::{DType, Direction, Mask, Packed, Sizes};
 
     const SIZES: Sizes = Sizes {
         pass: Direction::Backward,
         dtype: DType::BF16,
         b: 6,
         t: 2048,
+        num_keys: 2048,
+        mask: Mask::Causal,
         packed: None,
         heads: 32,
         kv_heads: 8,

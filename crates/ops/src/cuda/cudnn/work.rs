@@ -8,6 +8,7 @@ use super::graph::{K_LENS, K_OFFSETS, Q_LENS, Q_OFFSETS, ROW_OFFSETS, alignment}
 use super::library::Library;
 use super::plans::PACKING_HINT;
 use super::sizes::{Direction, Packed, Sizes};
+use crate::attention_rectangle::Mask;
 use crate::attention_spec::NAME;
 use crate::{AttentionCode, AttentionSpec, GpuSettings};
 use candle_core::cuda_backend::WrapErr;
@@ -56,16 +57,18 @@ impl Work {
     pub(super) fn new(
         library: &'static Library,
         [q, k]: [&Tensor; 2],
-        spec: &AttentionSpec,
+        (spec, mask): (&AttentionSpec, Mask),
         pass: Direction,
     ) -> Result<Self> {
         let (b, t, heads, d) = q.dims4()?;
-        let (_, _, kv_heads, _) = k.dims4()?;
+        let (_, num_keys, kv_heads, _) = k.dims4()?;
         let mut sizes = Sizes {
             pass,
             dtype: q.dtype(),
             b,
             t,
+            num_keys,
+            mask,
             packed: None,
             heads,
             kv_heads,
@@ -78,6 +81,7 @@ impl Work {
             sizes = Sizes {
                 b: ragged.num_documents,
                 t: ragged.max_len,
+                num_keys: ragged.max_len,
                 packed: Some(Packed {
                     tokens: ragged.num_tokens(),
                     is_by_token: pass == Direction::Forward || has_backward_by_token(q)?,
@@ -186,7 +190,7 @@ const MIN_TOKENS: usize = 128;
 /// Why cuDNN is not asked.
 pub(super) fn refusal(q: &Tensor, k: &Tensor, spec: &AttentionSpec) -> Result<Option<String>> {
     let (_, t, heads, d) = q.dims4()?;
-    let (_, _, kv_heads, _) = k.dims4()?;
+    let (_, num_keys, kv_heads, _) = k.dims4()?;
     let (groups, asked_for) = (spec.groups, GpuSettings::get()?.attention);
     let is_packed = || spec.whole().flatten().and_then(Ragged::new).is_some();
     Ok(if asked_for == Some(AttentionCode::Own) {
@@ -194,8 +198,8 @@ pub(super) fn refusal(q: &Tensor, k: &Tensor, spec: &AttentionSpec) -> Result<Op
     } else if !matches!(q.dtype(), DType::BF16 | DType::F16) {
         Some(format!("it takes BF16 and F16, not {:?}", q.dtype()))
     } else if spec.whole().is_none() {
-        Some("queries and keys are not the same whole sequences".to_string())
-    } else if t < MIN_TOKENS && asked_for != Some(AttentionCode::Cudnn) {
+        Some("queries and keys are neither the same whole sequences nor pieces of them that see all of each other, but pieces of packed documents or tokens that go on after others".to_string())
+    } else if t.min(num_keys) < MIN_TOKENS && asked_for != Some(AttentionCode::Cudnn) {
         Some(format!("sequences are shorter than {MIN_TOKENS} tokens"))
     } else if !d.is_multiple_of(8) || d > 256 {
         Some(format!(
