@@ -33,13 +33,12 @@ pub(crate) struct Attention {
     context: ContextParallel,
 }
 
-/// What the backward pass needs beside the input: q and k after rotation, or, if norms come before it, as the projections gave
-/// them; v, the heads' output and what attention kept.
+/// What the backward pass needs beside the input: the heads' output and what attention kept; if that has not q, k and v already, those after
+/// rotation, and where norms come before it, q and k as the projections gave them.
 #[derive(Clone)]
 pub(crate) struct Saved {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qk: Option<(Tensor, Tensor)>,
+    v: Option<Tensor>,
     ys: Tensor,
     kept: KeptAttention,
 }
@@ -149,8 +148,10 @@ impl Attention {
         let (ys, kept) = self.context.forward([&q, &k, &v], &self.spec, pass, rows)?; // (b, t, num_heads, head_dim)
         let ys = ys.flatten_from(2)?; // (b, t, num_heads * head_dim)
         let (out, _) = self.o_proj.forward_add(&ys, Some(residual), pass)?;
-        let (q, k) = unnormed.unwrap_or((q, k));
-        Ok((out, Saved { q, k, v, ys, kept }))
+        let is_kept = kept.has_inputs();
+        let qk = unnormed.or_else(|| (!is_kept).then_some((q, k)));
+        let v = (!is_kept).then_some(v);
+        Ok((out, Saved { qk, v, ys, kept }))
     }
 
     /// Whether [`Self::backward`] needs the input: what reads it is trained.
@@ -168,23 +169,35 @@ impl Attention {
         pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
-        let Saved { q, k, v, ys, kept } = saved;
+        let Saved { qk, v, ys, kept } = saved;
+        let (b, t, _) = ys.dims3()?;
+        let own_heads = (b, t, self.num_heads, self.head_dim);
         let rows = pass.rows(0)?;
-        let (rotated_q, rotated_k) = match &self.head_norms {
-            Some(_) => self.rotated(q.clone(), k.clone(), rows.queries())?,
-            None => (q.clone(), k.clone()),
+        let inputs = match (&qk, v) {
+            (Some((q, k)), Some(v)) => {
+                let (q, k) = (q.clone(), k.clone());
+                let (q, k) = match &self.head_norms {
+                    Some(_) => self.rotated(q, k, rows.queries())?,
+                    None => (q, k),
+                };
+                Some([q, k, v])
+            }
+            _ => None,
         };
         let dys = self
             .o_proj
             .backward_linear(dy, Some(&ys), pass, gradients)?
-            .reshape(q.dims())?;
+            .reshape(own_heads)?;
         let (cos, sin) = self.rotary.of(rows.queries())?;
-        let heads = [&rotated_q, &rotated_k, &v, &ys.reshape(q.dims())?];
-        let grads = self.context.backward(kept, heads, &dys, &self.spec, pass)?;
+        let inputs = inputs.as_ref().map(|[q, k, v]| [q, k, v]);
+        let of_forward = (inputs, &ys.reshape(own_heads)?);
+        let grads = self
+            .context
+            .backward(kept, of_forward, &dys, &self.spec, pass)?;
         let [dq, dk, dv] = grads;
         let unrope = |grad| rope_in_place(grad, &cos, &sin, RopeDirection::Backward);
         let (mut dq, mut dk) = (unrope(dq)?, unrope(dk)?);
-        if let Some((q_norm, k_norm)) = &self.head_norms {
+        if let (Some((q_norm, k_norm)), Some((q, k))) = (&self.head_norms, qk) {
             dq = q_norm.backward(&q, &dq, None, gradients)?;
             dk = k_norm.backward(&k, &dk, None, gradients)?;
         }

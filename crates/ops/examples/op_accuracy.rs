@@ -263,7 +263,7 @@ impl Run {
             q: &q,
             k: &k,
             v: &v,
-            out: &y,
+            out: Some(&y),
             log_sum_exp: &lse,
             grad: &dy,
         };

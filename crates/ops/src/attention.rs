@@ -44,7 +44,7 @@ pub fn causal_attention(
             q: &q_value,
             k: &k_value,
             v: &v_value,
-            out,
+            out: Some(out),
             log_sum_exp: &log_sum_exp,
             grad,
         };
@@ -107,7 +107,7 @@ pub fn attention_backward(
         grad,
     } = *pass;
     let blocks = blocks(q, k, v, spec)?;
-    check_pass(pass, &[("the output", out)], &blocks)?;
+    check_pass(pass, out, &blocks)?;
     on_cuda!(q => crate::cuda::attention_backward(pass, spec));
     let _timer = crate::op_timer::op("attention_backward");
     AttentionCode::Cpu.note();
@@ -146,7 +146,7 @@ pub fn attention_backward_of_part(
         ..
     } = *pass;
     let blocks = blocks(q, k, v, spec)?;
-    check_pass(pass, &[], &blocks)?;
+    check_pass(pass, None, &blocks)?;
     if let Some(delta) = delta
         && delta.dims() != log_sum_exp.dims()
     {
@@ -225,13 +225,13 @@ impl HostPass {
 /// An error unless what the backward pass reads has the shapes of the forward pass.
 fn check_pass(
     pass: &AttentionGrad<'_>,
-    more: &[(&str, &Tensor)],
+    out: Option<&Tensor>,
     blocks: &AttentionBlocks<'_>,
 ) -> Result<()> {
     let rows = [blocks.b, blocks.hq, blocks.t];
-    let like_q = [("the gradient", pass.grad)];
-    let like_q = more.iter().chain(&like_q);
-    let expected = like_q.map(|(what, tensor)| (*what, *tensor, pass.q.dims()));
+    let out = out.map(|out| ("the output", out));
+    let like_q = out.into_iter().chain([("the gradient", pass.grad)]);
+    let expected = like_q.map(|(what, tensor)| (what, tensor, pass.q.dims()));
     let log_sum_exp = ("log_sum_exp", pass.log_sum_exp, &rows[..]);
     for (what, tensor, dims) in expected.chain([log_sum_exp]) {
         if tensor.dims() != dims {

@@ -127,11 +127,13 @@ impl Rectangle {
         };
         let seeing = self.num_queries - self.first_query;
         let of_rows = of_rows.narrow(2, self.first_query, seeing)?.contiguous()?;
+        let out = out.map(|out| self.queries(&out.to_dtype(q.dtype())?));
+        let out = out.transpose()?;
         let own = AttentionGrad {
             q: &self.queries(q)?,
             k: &self.keys(k)?,
             v: &self.keys(v)?,
-            out: &self.queries(&out.to_dtype(q.dtype())?)?,
+            out: out.as_ref(),
             log_sum_exp: &of_rows,
             grad: &self.queries(grad)?,
         };
@@ -268,7 +270,7 @@ mod tests {
                     q: &q,
                     k: &k,
                     v: &v,
-                    out: &out,
+                    out: Some(&out),
                     log_sum_exp: &log_sum_exp,
                     grad: &grad,
                 };
@@ -279,7 +281,7 @@ mod tests {
                             pass.k.zeros_like()?,
                             pass.v.zeros_like()?,
                         ];
-                        let delta = crate::attention_delta(pass.out, pass.grad)?;
+                        let delta = crate::attention_delta(pass.out.unwrap(), pass.grad)?;
                         attention_backward_of_part(pass, Some(&delta), spec, &sums)?;
                         Ok(sums)
                     };
@@ -297,12 +299,12 @@ mod tests {
                         .contiguous()?
                         .reshape((1, heads, rows))?;
                     let [q, k, v] = [in_one(pass.q)?, in_one(pass.k)?, in_one(pass.v)?];
-                    let (out, grad) = (in_one(pass.out)?, in_one(pass.grad)?);
+                    let (out, grad) = (in_one(pass.out.unwrap())?, in_one(pass.grad)?);
                     let one = AttentionGrad {
                         q: &q,
                         k: &k,
                         v: &v,
-                        out: &out,
+                        out: Some(&out),
                         log_sum_exp: &log_sum_exp,
                         grad: &grad,
                     };

@@ -17,12 +17,23 @@ pub struct AttentionGrad<'a> {
     pub k: &'a Tensor,
     /// `(b, t, hkv, d)`.
     pub v: &'a Tensor,
-    /// The output, of the shape of q. GPUs read it; on the CPU what it stands for is summed anew, in f32.
-    pub out: &'a Tensor,
+    /// The output, of the shape of q. GPUs need it; on the CPU what it stands for is summed anew, in f32.
+    pub out: Option<&'a Tensor>,
     /// `(b, hq, t)` f32.
     pub log_sum_exp: &'a Tensor,
     /// Gradient of the output, of the shape of q.
     pub grad: &'a Tensor,
+}
+
+impl<'a> AttentionGrad<'a> {
+    /// The output, which GPUs read.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn output(&self) -> Result<&'a Tensor> {
+        match self.out {
+            Some(out) => Ok(out),
+            None => bail!("{NAME}: the backward pass on a GPU needs the output"),
+        }
+    }
 }
 
 /// The factor of the scores, which head reads which, and how far back a query sees: in its window, and in its document.

@@ -74,7 +74,7 @@ impl Inputs {
             q: &self.q,
             k: &self.k,
             v: &self.v,
-            out: &outputs.out,
+            out: Some(&outputs.out),
             log_sum_exp: &outputs.log_sum_exp,
             grad: &self.grad,
         };

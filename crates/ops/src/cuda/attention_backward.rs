@@ -23,13 +23,13 @@ pub(crate) fn attention_backward(
     spec: &AttentionSpec,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let (q, k, v) = (detached(pass.q)?, detached(pass.k)?, detached(pass.v)?);
-    let (out, grad) = (detached(pass.out)?, detached(pass.grad)?);
+    let (out, grad) = (detached(pass.output()?)?, detached(pass.grad)?);
     let log_sum_exp = detached(pass.log_sum_exp)?;
     let pass = AttentionGrad {
         q: &q,
         k: &k,
         v: &v,
-        out: &out,
+        out: Some(&out),
         log_sum_exp: &log_sum_exp,
         grad: &grad,
     };
@@ -90,8 +90,11 @@ pub(crate) fn attention_backward_of_part(
     // Its delta is that of the whole output, too, as that is what it reads.
     #[cfg(feature = "cudnn")]
     {
-        let out = detached(pass.out)?;
-        let pass = AttentionGrad { out: &out, ..pass };
+        let out = detached(pass.output()?)?;
+        let pass = AttentionGrad {
+            out: Some(&out),
+            ..pass
+        };
         if let Some(done) = backward_by_cudnn(&pass, spec)? {
             AttentionCode::Cudnn.note();
             let mut grads = sums.iter().zip(done);
@@ -102,7 +105,7 @@ pub(crate) fn attention_backward_of_part(
     }
     let delta = match delta {
         Some(delta) => detached(delta)?,
-        None => crate::attention_delta(&pass.out.to_dtype(DType::F32)?, &grad)?,
+        None => crate::attention_delta(&pass.output()?.to_dtype(DType::F32)?, &grad)?,
     };
     let [dq, dk, dv] = sums;
     AttentionCode::Own.note();

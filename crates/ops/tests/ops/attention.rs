@@ -302,7 +302,7 @@ fn a_window_of_all_positions_has_the_bits_of_none() -> Result<()> {
                     q: &q,
                     k: &k,
                     v: &v,
-                    out: &out,
+                    out: Some(&out),
                     log_sum_exp: &log_sum_exp,
                     grad: &grad,
                 };
@@ -341,7 +341,7 @@ fn one_document_has_the_bits_of_none_and_no_document_reads_another() -> Result<(
                 q: &q,
                 k,
                 v: &v,
-                out: &out,
+                out: Some(&out),
                 log_sum_exp: &log_sum_exp,
                 grad: &grad,
             };

@@ -180,7 +180,7 @@ impl Case {
                     q: &q,
                     k,
                     v,
-                    out: &out,
+                    out: Some(&out),
                     log_sum_exp: &lse,
                     grad: &grad,
                 };
@@ -280,7 +280,7 @@ fn parts_put_together_are_the_whole_and_three_mistakes_are_seen() -> Result<()> 
                     q: &q,
                     k: &k,
                     v: &v,
-                    out: &out,
+                    out: Some(&out),
                     log_sum_exp: &lse,
                     grad: &grad,
                 };

@@ -220,7 +220,7 @@ fn heads() -> Result<()> {
                 q,
                 k,
                 v,
-                out: &out,
+                out: Some(&out),
                 log_sum_exp: &lse,
                 grad,
             };

@@ -152,7 +152,7 @@ fn attention_pieces_equal_the_operation() -> Result<()> {
                 q: &q,
                 k: &k,
                 v: &v,
-                out: &out,
+                out: Some(&out),
                 log_sum_exp: &lse,
                 grad: &grad,
             };
@@ -266,7 +266,7 @@ fn the_bits_do_not_depend_on_the_number_of_threads() -> Result<()> {
                 q: &q,
                 k: &k,
                 v: &v,
-                out: &out,
+                out: Some(&out),
                 log_sum_exp: &lse,
                 grad: &grad,
             };

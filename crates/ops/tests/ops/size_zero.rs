@@ -168,7 +168,7 @@ fn pieces_with_ids_and_heads() -> Result<()> {
                 q: &q,
                 k: &k,
                 v: &k,
-                out: &out,
+                out: Some(&out),
                 log_sum_exp: &log_sum_exp,
                 grad: &q,
             };

@@ -38,14 +38,28 @@ pub struct ContextParallel {
     gathers: bool,
 }
 
-/// What the backward pass needs beside q, k, v and the output.
+/// What the backward pass needs beside the output, and beside q, k and v unless it [`has them`](Self::has_inputs).
 #[derive(Clone)]
 pub struct KeptAttention {
     log_sum_exp: Tensor,
-    /// Of the ranks' exchange of heads: q, k, v and the output as this rank has them then.
-    exchanged: Option<[Tensor; 4]>,
-    /// The output before it was rounded.
-    exact: Option<Tensor>,
+    exchanged: Option<Exchanged>,
+}
+
+/// q, k, v and the output of all rows of this rank's heads.
+#[derive(Clone)]
+struct Exchanged {
+    inputs: [Tensor; 3],
+    /// If the backward pass reads it.
+    out: Option<Tensor>,
+    /// Of q and of k before the exchange.
+    num_heads: (usize, usize),
+}
+
+impl KeptAttention {
+    /// Whether q, k and v are in it, in another form: after an exchange of heads for rows.
+    pub fn has_inputs(&self) -> bool {
+        self.exchanged.is_some()
+    }
 }
 
 /// Queries, keys, values and output, each (b, t, heads, head_dim).
@@ -53,7 +67,7 @@ struct Heads<'a> {
     q: &'a Tensor,
     k: &'a Tensor,
     v: &'a Tensor,
-    out: &'a Tensor,
+    out: Option<&'a Tensor>,
 }
 
 impl Heads<'_> {
@@ -139,89 +153,101 @@ impl ContextParallel {
         pass: &Pass,
         rows: AttentionRows,
     ) -> Result<(Tensor, KeptAttention)> {
+        let plain = |(out, log_sum_exp)| {
+            let exchanged = None;
+            (
+                out,
+                KeptAttention {
+                    log_sum_exp,
+                    exchanged,
+                },
+            )
+        };
         let Some(cut) = pass.of_cut() else {
-            let (out, log_sum_exp) = attention_forward(q, k, v, &spec.clone().with_rows(rows))?;
-            let kept = KeptAttention {
-                log_sum_exp,
-                exchanged: None,
-                exact: None,
-            };
-            return Ok((out, kept));
+            return attention_forward(q, k, v, &spec.clone().with_rows(rows)).map(plain);
         };
         let rows = cut.context_rows(&self.ulysses, &self.ring, q.device())?;
         if self.ulysses.world_size() == 1 {
-            let (out, log_sum_exp, exact) = self.forward_in_ring([q, k, v], spec, rows)?;
-            let kept = KeptAttention {
-                log_sum_exp,
-                exchanged: None,
-                exact,
-            };
-            return Ok((out, kept));
+            return self.forward_in_ring([q, k, v], spec, rows).map(plain);
         }
-        let exchange = ulysses::Exchange::new(&self.ulysses, rows, (q.dim(2)?, k.dim(2)?), spec)?;
-        let [q, k, v] = exchange.to_heads([q, k, v])?;
-        let spec = exchange.spec(spec);
-        let (out, log_sum_exp, exact) = self.forward_in_ring([&q, &k, &v], &spec, rows)?;
+        let num_heads = (q.dim(2)?, k.dim(2)?);
+        let exchange = ulysses::Exchange::new(&self.ulysses, rows, num_heads, spec)?;
+        let inputs = exchange.to_heads([q, k, v])?;
+        let [q, k, v] = &inputs;
+        let (out, log_sum_exp) = self.forward_in_ring([q, k, v], &exchange.spec(spec), rows)?;
         let own = exchange.to_rows(&out)?;
-        let kept = KeptAttention {
-            log_sum_exp,
-            exchanged: Some([q, k, v, out]),
-            exact,
-        };
-        Ok((own, kept))
+        let is_read = self.ring.world_size() > 1 || !out.device().is_cpu();
+        let exchanged = Some(Exchanged {
+            inputs,
+            out: is_read.then_some(out),
+            num_heads,
+        });
+        Ok((
+            own,
+            KeptAttention {
+                log_sum_exp,
+                exchanged,
+            },
+        ))
     }
 
-    /// The gradients of q, k and v, in their shapes, from that of the output, `grad`; q, k, v and the output are those of the forward pass.
+    /// The gradients of q, k and v, in their shapes, from that of the output, `grad`. `inputs` are q, k and v of the forward pass unless `kept`
+    /// [`has them`](KeptAttention::has_inputs), and `out` is its output.
     ///
     /// # Errors
-    /// As [`Self::forward`].
+    /// As [`Self::forward`], and inputs that are nowhere.
     pub fn backward(
         &self,
         kept: KeptAttention,
-        [q, k, v, out]: [&Tensor; 4],
+        (inputs, out): (Option<[&Tensor; 3]>, &Tensor),
         grad: &Tensor,
         spec: &AttentionSpec,
         pass: &Pass,
     ) -> Result<[Tensor; 3]> {
-        let Some(cut) = pass.of_cut() else {
+        let KeptAttention {
+            log_sum_exp,
+            exchanged,
+        } = &kept;
+        let cut = pass.of_cut();
+        let rows = cut.map(|cut| cut.context_rows(&self.ulysses, &self.ring, grad.device()));
+        let rows = rows.transpose()?;
+        if let (Some(rows), Some(exchanged)) = (rows, exchanged) {
+            let exchange = ulysses::Exchange::new(&self.ulysses, rows, exchanged.num_heads, spec)?;
+            let grad = exchange.grad_to_heads(grad)?;
+            let [q, k, v] = &exchanged.inputs;
+            let out = exchanged.out.as_ref();
             let heads = Heads { q, k, v, out };
-            let of_op = heads.pass([k, v], &kept.log_sum_exp, grad);
-            let spec = spec.clone().with_rows(pass.rows(0)?);
-            return Ok(attention_backward(&of_op, &spec)?.into());
+            let spec = exchange.spec(spec);
+            let grads = self.backward_in_ring(&heads, log_sum_exp, &grad, &spec, rows)?;
+            return exchange.grads_to_rows(grads);
+        }
+        let Some([q, k, v]) = inputs else {
+            bail!("the backward pass of attention needs q, k and v, which were not exchanged")
         };
-        let rows = cut.context_rows(&self.ulysses, &self.ring, q.device())?;
-        let Some([own_q, own_k, own_v, own_out]) = &kept.exchanged else {
-            let heads = Heads { q, k, v, out };
-            return self.backward_in_ring(&heads, &kept, grad, spec, rows);
-        };
-        let exchange = ulysses::Exchange::new(&self.ulysses, rows, (q.dim(2)?, k.dim(2)?), spec)?;
-        let grad = exchange.grad_to_heads(grad)?;
-        let heads = Heads {
-            q: own_q,
-            k: own_k,
-            v: own_v,
-            out: own_out,
-        };
-        let grads = self.backward_in_ring(&heads, &kept, &grad, &exchange.spec(spec), rows)?;
-        exchange.grads_to_rows(grads)
+        let out = Some(out);
+        let heads = Heads { q, k, v, out };
+        if let Some(rows) = rows {
+            return self.backward_in_ring(&heads, log_sum_exp, grad, spec, rows);
+        }
+        let of_op = heads.pass([k, v], log_sum_exp, grad);
+        let spec = spec.clone().with_rows(pass.rows(0)?);
+        Ok(attention_backward(&of_op, &spec)?.into())
     }
 
-    /// The output, its log-sum-exps, and the output in f32 if it was rounded and the backward pass must know.
+    /// The output, and its log-sum-exps.
     fn forward_in_ring(
         &self,
         [q, k, v]: [&Tensor; 3],
         spec: &AttentionSpec,
         rows: &ContextRows,
-    ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
+    ) -> Result<(Tensor, Tensor)> {
         let spec_of = |rows: &AttentionRows| spec.clone().with_rows(rows.clone());
         if self.ring.world_size() == 1 {
-            let (out, log_sum_exp) = attention_forward(q, k, v, &spec_of(rows.of_ring(0)))?;
-            return Ok((out, log_sum_exp, None));
+            return attention_forward(q, k, v, &spec_of(rows.of_ring(0)));
         }
         if self.gathers {
             let (k, v) = (self.gathered(k, rows)?, self.gathered(v, rows)?);
-            let (out, log_sum_exp) = attention_forward(q, &k, &v, &spec_of(rows.of_all()))?;
-            return Ok((out, log_sum_exp, None));
+            return attention_forward(q, &k, &v, &spec_of(rows.of_all()));
         }
         let mut all: Option<(Tensor, Tensor)> = None;
         self.for_each_block(k, v, rows, |block, k, v| {
@@ -235,22 +261,19 @@ impl ContextParallel {
         let Some((out, log_sum_exp)) = all else {
             bail!("attention in a ring of no ranks")
         };
-        let rounded = out.to_dtype(q.dtype())?;
-        let exact = (q.dtype() != DType::F32).then_some(out);
-        Ok((rounded, log_sum_exp, exact))
+        Ok((out.to_dtype(q.dtype())?, log_sum_exp))
     }
 
     fn backward_in_ring(
         &self,
         heads: &Heads<'_>,
-        kept: &KeptAttention,
+        log_sum_exp: &Tensor,
         grad: &Tensor,
         spec: &AttentionSpec,
         rows: &ContextRows,
     ) -> Result<[Tensor; 3]> {
         let Heads { q, k, v, out } = *heads;
         let spec_of = |rows: &AttentionRows| spec.clone().with_rows(rows.clone());
-        let log_sum_exp = &kept.log_sum_exp;
         let sums_like = |like: &Tensor| Tensor::zeros(like.shape(), DType::F32, like.device());
         if self.ring.world_size() == 1 {
             let pass = heads.pass([k, v], log_sum_exp, grad);
@@ -272,10 +295,10 @@ impl ContextParallel {
             let (dk, dv) = (self.scattered(&dk, rows)?, self.scattered(&dv, rows)?);
             return in_type_of([q, k, v], [dq, dk, dv]);
         }
-        let delta = attention_delta(
-            &kept.exact.as_ref().unwrap_or(out).to_dtype(DType::F32)?,
-            grad,
-        )?;
+        let Some(out) = out else {
+            bail!("the backward pass of a ring needs the output")
+        };
+        let delta = attention_delta(&out.to_dtype(DType::F32)?, grad)?;
         let (rank, num_ranks) = (self.ring.rank(), self.ring.world_size());
         let mut arriving: Option<Pending<Vec<Tensor>>> = None;
         self.for_each_block(k, v, rows, |block, k, v| {

@@ -73,10 +73,11 @@ fn backward<T: Element>(work: &Work, pass: &AttentionGrad<'_>) -> Result<Option<
         q,
         k,
         v,
-        out,
         log_sum_exp,
         grad,
+        ..
     } = *pass;
+    let out = pass.output()?;
     let gpu = Gpu::of(NAME, q)?;
     let tensors = [
         (Q, "q", q),
