@@ -64,7 +64,7 @@ fn parameters_are_counted_with_and_without_the_frozen_ones() {
 fn a_layer_keeps_what_the_design_says_in_each_mode_and_layout() {
     const TOKENS: usize = 6 * 256;
     let (h, kv, intermediate, heads) = (64, 32, 96, 4);
-    let peak = |mode: &str, [tp, pp, dp, zero]: [usize; 4], layers: usize| {
+    let peak = |mode: &str, ([tp, pp, dp, cp], more): ([usize; 4], &str), layers: usize| {
         let sizes = [
             ("--hidden-size", h),
             ("--intermediate-size", intermediate),
@@ -78,11 +78,15 @@ fn a_layer_keeps_what_the_design_says_in_each_mode_and_layout() {
             ("--tp", tp),
             ("--pp", pp),
             ("--dp", dp),
-            ("--zero", zero),
+            ("--cp", cp),
             // Of several threads it would be chance which ones allocate scratch memory, and in which passes.
-            ("--threads", tp * dp),
+            ("--threads", tp * dp * cp),
         ];
         let program = example("bench_train").flag("--recompute", mode);
+        let program = match more {
+            "" => program,
+            more => program.switch(more),
+        };
         let program = sizes
             .into_iter()
             .fold(program, |program, (flag, value)| program.flag(flag, value));
@@ -93,17 +97,25 @@ fn a_layer_keeps_what_the_design_says_in_each_mode_and_layout() {
     };
     let divided = |tp| 2 * h + (2 * h + 2 * kv + 2 * intermediate + heads) / tp;
     for (mode, layout, values) in [
-        ("none", [1, 1, 1, 1], divided(1)),
-        ("selective", [1, 1, 1, 1], divided(1)),
-        ("full", [1, 1, 1, 1], h),
-        ("none", [2, 1, 1, 1], divided(2)),
-        ("none", [1, 2, 1, 1], divided(1)),
-        ("none", [1, 1, 2, 1], divided(1)),
-        ("none", [1, 1, 2, 2], divided(1)),
-        ("none", [1, 1, 2, 3], divided(1)),
+        ("none", ([1, 1, 1, 1], ""), divided(1)),
+        ("selective", ([1, 1, 1, 1], ""), divided(1)),
+        ("full", ([1, 1, 1, 1], ""), h),
+        ("none", ([2, 1, 1, 1], ""), divided(2)),
+        (
+            "none",
+            ([2, 1, 1, 1], "--sequence-parallel"),
+            divided(1) / 2,
+        ),
+        ("none", ([1, 2, 1, 1], ""), divided(1)),
+        ("none", ([1, 1, 2, 1], ""), divided(1)),
+        ("none", ([1, 1, 2, 1], "--zero=2"), divided(1)),
+        ("none", ([1, 1, 2, 1], "--zero=3"), divided(1)),
+        ("none", ([1, 1, 1, 2], "--cp-method=ring"), divided(1)),
+        ("none", ([1, 1, 1, 3], "--cp-method=all-gather"), divided(1)),
+        ("none", ([1, 1, 1, 2], "--cp-method=ulysses"), divided(1)),
     ] {
-        let [_, pp, dp, _] = layout;
-        let num_tokens = (TOKENS / dp) as f64;
+        let ([_, pp, dp, cp], _) = layout;
+        let num_tokens = (TOKENS / dp / cp) as f64;
         let (few, many) = (peak(mode, layout, 2), peak(mode, layout, 4));
         let per_layer_and_token = (many - few) / (2 / pp) as f64 / num_tokens;
         let expected = 4.0 * values as f64;
