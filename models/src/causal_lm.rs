@@ -138,15 +138,21 @@ impl CausalLm {
         }
     }
 
-    /// Bytes that the tape of these blocks keeps for each token of a micro-batch, by the formula of `docs/design.md`, none of them frozen, of a model that computes in `dtype` on `tp` ranks.
+    /// Bytes that the tape of these blocks keeps for each token of a micro-batch, by the formula of `docs/design.md`, none of them frozen, of a model that computes in `dtype` on `tp` ranks, which with `sequence_parallel`
+    /// divide all of it.
     pub fn tape_bytes_of_blocks(
         config: &ModelConfig,
         blocks: impl Iterator<Item = usize>,
         dtype: DType,
         tp: usize,
+        sequence_parallel: bool,
         recompute: Recompute,
     ) -> usize {
-        let (hidden, value) = (config.hidden_size, dtype.size_in_bytes());
+        let value = dtype.size_in_bytes();
+        let hidden = match sequence_parallel {
+            true => config.hidden_size.div_ceil(tp),
+            false => config.hidden_size,
+        };
         let layer = match recompute {
             Recompute::Full => value * hidden,
             // The most that is kept.

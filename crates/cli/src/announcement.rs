@@ -158,8 +158,15 @@ impl TrainingRun<'_> {
             let blocks = part.layout().blocks(stage);
             let blocks = blocks.filter(|&block| block >= part.num_frozen_blocks());
             let (dtype, tp) = (part.dtype(), mesh.tp.world_size());
-            let recompute = layout.recompute.into();
-            num_tokens * CausalLm::tape_bytes_of_blocks(&self.config, blocks, dtype, tp, recompute)
+            num_tokens
+                * CausalLm::tape_bytes_of_blocks(
+                    &self.config,
+                    blocks,
+                    dtype,
+                    tp,
+                    layout.context.sequence_parallel,
+                    layout.recompute.into(),
+                )
         };
         Ok(plan.peak_of(mesh.pp.rank(), of_stage))
     }

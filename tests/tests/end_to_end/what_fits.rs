@@ -128,7 +128,8 @@ fn bytes(large: &Sizes, method: Method) -> Result<Bytes> {
         .sum();
     let activations = [Recompute::None, Recompute::Full].map(|recompute| {
         let blocks = part.block_indices().skip(part.num_frozen_blocks());
-        let of_token = CausalLm::tape_bytes_of_blocks(&config, blocks, DType::BF16, 1, recompute);
+        let of_token =
+            CausalLm::tape_bytes_of_blocks(&config, blocks, DType::BF16, 1, false, recompute);
         (NUM_TOKENS * of_token) as f64
     });
     Ok(Bytes {

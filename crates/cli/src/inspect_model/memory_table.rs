@@ -115,6 +115,7 @@ impl Way {
             0..config.num_hidden_layers + 2,
             self.dtype,
             1,
+            false,
             Recompute::None,
         );
         let activations = num_tokens * of_token;
