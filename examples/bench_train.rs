@@ -542,7 +542,7 @@ fn print(
         "page_faults_per_step": measured.page_faults_per_step,
         "product_floor_secs": measured.product_floor_secs,
         "pipeline": pipeline,
-        "context_bytes_per_step": measured.context_bytes / args.steps as u64,
+        "context_bytes_per_step": measured.context_bytes / args.steps.max(1) as u64,
         "stage_secs": measured.stage_secs,
         "forward_secs": mean(|t| t.forward_secs),
         "backward_secs": mean(|t| t.backward_secs),

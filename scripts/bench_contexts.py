@@ -13,7 +13,7 @@ import statistics
 
 from bench_train import OURS, header, processor, row, run
 
-SHAPE = ["--hidden-size", "256", "--intermediate-size", "688", "--layers", "4", "--heads", "8", "--kv-heads", "4", "--vocab-size", "2048"]
+SHAPE = ["--hidden-size", "256", "--intermediate-size", "688", "--layers", "2", "--heads", "8", "--kv-heads", "4", "--vocab-size", "2048"]
 RANKS = [2, 4]
 METHODS = ["ring", "all-gather", "ulysses"]
 NUM_REPLICAS = 4

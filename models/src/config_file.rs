@@ -190,9 +190,10 @@ impl ConfigFile {
             );
         };
         let longest = (factor * original as f64).round() as usize;
-        if longest <= original {
+        let most = config.max_seq_len();
+        if longest <= original || longest < most {
             bail!(
-                "YaRN's factor is {factor}, which makes the {original} tokens of the model's context no longer; expected more than 1"
+                "YaRN's factor {factor} of the {original} tokens that the model was made for is {longest}; expected more than {original}, and no fewer than the {most} tokens that it takes already"
             );
         }
         let mut file: Value = serde_json::from_str(text).map_err(Error::msg)?;
@@ -212,6 +213,10 @@ impl ConfigFile {
         rope.insert("factor".to_string(), json!(factor));
         let name = "original_max_position_embeddings";
         rope.insert(name.to_string(), json!(original));
+        if let Some(fields) = file.as_object_mut() {
+            // It would win.
+            fields.remove(name);
+        }
         for name in names {
             file[name] = json!(rope);
         }

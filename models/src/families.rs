@@ -87,7 +87,8 @@ impl ModelConfig {
     /// one instead of reading the factor. Where `text` names YaRN already, its other fields stay, and the factor is of its original context.
     ///
     /// # Errors
-    /// What [`Self::from_json`] refuses, frequencies that are scaled in another way, and a factor that makes the context no longer.
+    /// What [`Self::from_json`] refuses, frequencies that are scaled in another way, and a factor that makes the context no longer, or shorter than YaRN
+    /// has made it already.
     pub fn json_with_yarn(text: &str, factor: f64) -> Result<String> {
         let text = ConfigFile::with_yarn(text, &Self::from_json(text)?, factor)?;
         Self::from_json(&text).map(|_| text)

@@ -86,17 +86,17 @@ impl ContextArgs {
         let has_whole = ulysses == self.cp;
         let mut windows = config.windows.iter().flatten();
         let own = "attention: this program's kernels";
-        let cudnn = "attention: cuDNN";
+        let cudnn = "attention: cuDNN, where it takes the sizes";
         let words = match AttentionCode::of_whole(gpu, dtype)? {
             AttentionCode::Cudnn if has_whole => format!("{cudnn}, on whole sequences"),
             AttentionCode::Cudnn if is_packed => format!(
-                "{own}, as each rank has pieces of packed documents\nhint: --no-packing, or --cp-method ulysses where there are heads enough, leaves it to cuDNN"
+                "{own}, as each rank has pieces of packed documents\nhint: --cp-method ulysses, where there are heads enough, leaves it to cuDNN"
             ),
             AttentionCode::Cudnn if gathers => format!(
                 "{own}, as queries see different parts of the keys that are gathered\nhint: --cp-method ring leaves it to cuDNN"
             ),
             AttentionCode::Cudnn if windows.any(|window| *window < seq_len) => {
-                format!("{cudnn}, but this program's kernels in layers with a window")
+                format!("{cudnn}; this program's kernels in layers with a window")
             }
             AttentionCode::Cudnn => {
                 format!("{cudnn}, causal for a rank's own keys and full for those of others")

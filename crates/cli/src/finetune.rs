@@ -9,6 +9,7 @@ use candle_train::Tokenizer;
 use candle_train::hub::resolve_model;
 use candle_train_models::{Family, ModelConfig};
 use clap::Parser;
+use serde_json::Value;
 
 use crate::adapter_base::refuse_adapter;
 use crate::choices::StorageChoice;
@@ -27,7 +28,7 @@ pub struct Finetune {
     /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub
     #[arg(long, value_name = "DIR|REPO", long_help = model_help())]
     model: String,
-    /// Lengthen the model's context to so many times its own, such as yarn:4: YaRN's rotary frequencies, which the output's config.json names too
+    /// Lengthen the model's context to so many times its original one, such as yarn:4: YaRN's rotary frequencies, which the output's config.json names too
     #[arg(long, value_name = "yarn:FACTOR", value_parser = yarn_factor)]
     rope_scaling: Option<f64>,
     #[command(flatten)]
@@ -81,8 +82,9 @@ impl TrainingCommand for Finetune {
         let taken = training.fill(&flags, Some(&config), &ranks);
         training.validate_filled()?;
         let seq_len = training.batches.sequences.seq_len;
-        let longer = config.original_context().map(|original| {
-            let factor = seq_len.div_ceil(original);
+        let original = config.original_context().filter(|_| !self.lora.is_given());
+        let longer = original.map(|original| {
+            let factor = seq_len.div_ceil(original).max(2);
             format!(", or --rope-scaling yarn:{factor} for a model of longer texts")
         });
         training.check_model(&config, &longer.unwrap_or_default())?;
@@ -140,13 +142,26 @@ impl Finetune {
             ModelConfig::json_with_yarn(&String::from_utf8_lossy(file), factor).map_err(context)?;
         let config = ModelConfig::from_json(&text).map_err(context)?;
         if self.lora.is_given() {
+            let fields: Value = serde_json::from_str(&text).map_err(Error::wrap)?;
             bail!(
                 "--rope-scaling changes the model's config.json, which is not part of an adapter: it would be applied to a model with other frequencies\nhint: copy the model and change the config.json of the copy, which --model is then: \"max_position_embeddings\": {}, \"rope_scaling\": {}",
-                config.max_position_embeddings,
-                serde_json::to_value(config.rope).map_err(Error::wrap)?
+                fields["max_position_embeddings"],
+                fields["rope_scaling"]
             );
         }
         *file = text.into_bytes();
+        let tokenizer = sidecars
+            .iter_mut()
+            .find(|(name, _)| name == "tokenizer_config.json");
+        if let Some((_, file)) = tokenizer
+            && let Ok(mut fields) = serde_json::from_slice::<Value>(file)
+            && fields["model_max_length"]
+                .as_f64()
+                .is_some_and(|most| most < config.max_seq_len() as f64)
+        {
+            fields["model_max_length"] = config.max_seq_len().into();
+            *file = serde_json::to_vec_pretty(&fields).map_err(Error::wrap)?;
+        }
         Ok(config)
     }
 

@@ -146,7 +146,7 @@ pub fn attention_backward_of_part(
         ..
     } = *pass;
     let blocks = blocks(q, k, v, spec)?;
-    check_pass(pass, None, &blocks)?;
+    check_pass(pass, pass.out, &blocks)?;
     if let Some(delta) = delta
         && delta.dims() != log_sum_exp.dims()
     {

@@ -127,8 +127,7 @@ impl Rectangle {
         };
         let seeing = self.num_queries - self.first_query;
         let of_rows = of_rows.narrow(2, self.first_query, seeing)?.contiguous()?;
-        let out = out.map(|out| self.queries(&out.to_dtype(q.dtype())?));
-        let out = out.transpose()?;
+        let out = out.map(|out| self.queries(out)).transpose()?;
         let own = AttentionGrad {
             q: &self.queries(q)?,
             k: &self.keys(k)?,
@@ -324,6 +323,32 @@ mod tests {
         }
         // Each rank's rows with its own keys.
         assert_eq!(num_causal, 2 + 3 + 4 + 2 + 2);
+        Ok(())
+    }
+
+    #[test]
+    fn the_rows_of_all_ranks_are_whole_again_and_those_of_some_are_not() -> Result<()> {
+        let documents = DocumentStarts::new(
+            vec![0, 0, 0, 0, 0, 5, 6, 6, 6, 6, 10, 10, 10, 10, 10, 10],
+            (1, 16),
+        )?;
+        for (all, lens) in [
+            (Runs::from(&documents), vec![5, 1, 4, 6]),
+            (Runs::sequences(2, 7), vec![7, 7]),
+            (Runs::sequences(1, 16), vec![16]),
+        ] {
+            for num_ranks in [2, 3] {
+                let parts: Vec<Runs> = (0..num_ranks)
+                    .map(|rank| all.cut(num_ranks, rank).0)
+                    .collect();
+                let (joined, _) = Runs::join(&parts)?;
+                let whole: Vec<usize> = joined.whole().flatten().unwrap().lens().collect();
+                assert_eq!((whole, joined.dims()), (lens.clone(), (1, all.num_rows())));
+                let (some, _) = Runs::join(&parts[1..])?;
+                assert!(some.whole().is_none());
+                assert!(parts.iter().all(|part| part.whole().is_none()));
+            }
+        }
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::folder::{fixture, read_json};
+use super::folder::{edit_json, fixture, read_json};
 use super::program::Program;
 use super::training::metrics;
 use super::workspace::Workspace;
@@ -180,7 +180,13 @@ fn sequences_that_cannot_be_shared_are_refused() {
 #[test]
 fn yarn_lengthens_a_model_and_the_output_says_so() {
     let workspace = Workspace::new();
-    workspace.edit_config(|config| config["max_position_embeddings"] = 16.into());
+    workspace.edit_config(|config| {
+        config["max_position_embeddings"] = 16.into();
+        config["rope_parameters"]["rope_theta"] = json!(500.0);
+    });
+    edit_json(&workspace.model("tokenizer_config.json"), |fields| {
+        fields["model_max_length"] = 16.into();
+    });
     let longer = |factor: &str| finetune(&workspace, &[("--rope-scaling", factor)]);
     let words = [
         "--seq-len 37",
@@ -198,12 +204,13 @@ fn yarn_lengthens_a_model_and_the_output_says_so() {
     }
     longer("yarn:1.01")
         .run()
-        .assert_error(&["1.01", "16 tokens", "no longer", "config.json"]);
+        .assert_error(&["1.01", "16 tokens", "more than 16", "config.json"]);
     let adapter = longer("yarn:3").flag("--lora-rank", 2);
     adapter.run().assert_error(&[
         "adapter",
         "\"max_position_embeddings\": 48",
         "\"factor\":3.0",
+        "\"rope_theta\":500.0",
     ]);
     let out = longer("yarn:3").flag("--steps", 1).succeeds().stdout;
     assert!(
@@ -213,11 +220,13 @@ fn yarn_lengthens_a_model_and_the_output_says_so() {
     let config = std::fs::read_to_string(workspace.output().join("config.json")).unwrap();
     let config: Value = serde_json::from_str(&config).unwrap();
     assert_eq!(config["max_position_embeddings"], 48);
-    let rope = json!({"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0});
+    let rope = json!({"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16, "rope_theta": 500.0});
     assert_eq!(
         (&config["rope_scaling"], &config["rope_parameters"]),
         (&rope, &rope)
     );
+    let tokenizer = read_json(&workspace.output().join("tokenizer_config.json"));
+    assert_eq!(tokenizer["model_max_length"], 48);
     // What is trained is what is written: the output is the same model, to go on with and to lengthen further.
     let first = numbers_of(&workspace);
     workspace.edit_config(|own| {
@@ -227,6 +236,9 @@ fn yarn_lengthens_a_model_and_the_output_says_so() {
     });
     finetune(&workspace, &[("--steps", "1")]).succeeds();
     assert_eq!(numbers_of(&workspace), first);
+    longer("yarn:2.5")
+        .run()
+        .assert_error(&["2.5", "no fewer than the 48"]);
     let out = longer("yarn:4").flag("--steps", 1).succeeds().stdout;
     assert!(out.contains("lengthened from 16 to 64 tokens"), "{out}");
     workspace.edit_config(|config| {

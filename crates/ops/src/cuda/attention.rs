@@ -38,7 +38,8 @@ pub(crate) fn attention_forward(
 
 #[cfg(feature = "cudnn")]
 fn forward_by_cudnn(qkv: [&Tensor; 3], spec: &AttentionSpec) -> Result<Option<(OpOutput, Tensor)>> {
-    let Some(rectangle) = spec.rectangle() else {
+    let rectangle = spec.rectangle().filter(|_| qkv[0].dtype() != DType::F32);
+    let Some(rectangle) = rectangle else {
         return super::cudnn::attention_forward(qkv, spec, Mask::Causal);
     };
     let of_all = spec.of_all();

@@ -58,7 +58,8 @@ fn backward_by_cudnn(
     pass: &AttentionGrad<'_>,
     spec: &AttentionSpec,
 ) -> Result<Option<[Tensor; 3]>> {
-    let Some(rectangle) = spec.rectangle() else {
+    let rectangle = spec.rectangle().filter(|_| pass.q.dtype() != DType::F32);
+    let Some(rectangle) = rectangle else {
         return super::cudnn::attention_backward(pass, spec, Mask::Causal);
     };
     let of_all = spec.of_all();
@@ -89,8 +90,8 @@ pub(crate) fn attention_backward_of_part(
     };
     // Its delta is that of the whole output, too, as that is what it reads.
     #[cfg(feature = "cudnn")]
-    {
-        let out = detached(pass.output()?)?;
+    if let Some(out) = pass.out {
+        let out = detached(&out.to_dtype(q.dtype())?)?;
         let pass = AttentionGrad {
             out: Some(&out),
             ..pass
@@ -98,9 +99,7 @@ pub(crate) fn attention_backward_of_part(
         if let Some(done) = backward_by_cudnn(&pass, spec)? {
             AttentionCode::Cudnn.note();
             let mut grads = sums.iter().zip(done);
-            return grads.try_for_each(|(sum, grad)| {
-                crate::add_into(sum, true, &grad.to_dtype(DType::F32)?)
-            });
+            return grads.try_for_each(|(sum, grad)| crate::add_into(sum, true, &grad));
         }
     }
     let delta = match delta {

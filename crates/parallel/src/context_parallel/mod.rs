@@ -176,7 +176,8 @@ impl ContextParallel {
         let [q, k, v] = &inputs;
         let (out, log_sum_exp) = self.forward_in_ring([q, k, v], &exchange.spec(spec), rows)?;
         let own = exchange.to_rows(&out)?;
-        let is_read = self.ring.world_size() > 1 || !out.device().is_cpu();
+        let is_in_ring = self.ring.world_size() > 1 && !self.gathers;
+        let is_read = is_in_ring || !out.device().is_cpu();
         let exchanged = Some(Exchanged {
             inputs,
             out: is_read.then_some(out),

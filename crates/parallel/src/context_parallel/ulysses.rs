@@ -42,9 +42,16 @@ impl<'a> Exchange<'a> {
         };
         let heads: Vec<_> = (0..num_ranks).map(of_rank).collect();
         let [q, kv] = &heads[group.rank()];
-        let groups = HeadGroups {
-            size: groups.size,
-            offset: groups.offset + q.start - kv.start * groups.size,
+        // Heads that read the same one are a whole group, however many are left of it.
+        let groups = match kv.len() {
+            1 => HeadGroups {
+                size: q.len(),
+                offset: 0,
+            },
+            _ => HeadGroups {
+                size: groups.size,
+                offset: groups.offset + q.start - kv.start * groups.size,
+            },
         };
         Ok(Self {
             group,
