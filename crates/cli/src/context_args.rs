@@ -53,6 +53,25 @@ impl ContextArgs {
         }
     }
 
+    /// What decides the order in which the same numbers are added, by flag.
+    pub(crate) fn sum_order(&self) -> Vec<(String, String)> {
+        let mut order = Vec::new();
+        if self.cp > 1 {
+            let method = self.cp_method.to_possible_value();
+            let method = method.map(|method| method.get_name().to_string());
+            order.push(("--cp", self.cp.to_string()));
+            order.push(("--cp-method", method.unwrap_or_default()));
+            order.extend(self.ulysses.map(|ranks| ("--ulysses", ranks.to_string())));
+        }
+        if self.sequence_parallel {
+            order.push(("--sequence-parallel", "true".to_string()));
+        }
+        let named = order.into_iter();
+        named
+            .map(|(name, value)| (name.to_string(), value))
+            .collect()
+    }
+
     /// An error if sequences of `seq_len` tokens, or the heads of the model on `tp` ranks, cannot be divided.
     pub(crate) fn check(&self, config: &ModelConfig, tp: usize, seq_len: usize) -> Result<()> {
         if self.cp > seq_len {

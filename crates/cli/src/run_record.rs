@@ -96,6 +96,7 @@ impl TrainingArgs {
             let zero = format!("{:?}", replicas.zero).to_lowercase();
             order.insert("the ZeRO stage".into(), zero);
         }
+        order.extend(self.layout.context.sum_order());
         order
     }
 
@@ -116,6 +117,10 @@ impl TrainingArgs {
         let record = serde_json::to_string(&record).map_err(Error::wrap)?;
         let mut all =
             format!("{record} {degrees:?} {replicas:?} {micro_batch_size} {save_dtype:?}");
+        let context = self.layout.context.sum_order();
+        if !context.is_empty() {
+            all += &format!(" {context:?}");
+        }
         // Otherwise evaluations change nothing.
         if let Some(patience) = self.evaluation.patience {
             let tokens = eval_samples.map(|samples| samples.tokens().digest());

@@ -130,7 +130,15 @@ fn a_checkpoint_goes_on_with_other_ranks_of_a_sequence() {
         ("--steps", "4"),
         ("--resume", &step),
     ];
-    finetune(&workspace, &flags).succeeds();
+    let warning = finetune(&workspace, &flags).succeeds_with_warnings().stderr;
+    for part in [
+        "--cp is 2",
+        "--cp-method is ulysses",
+        "ring",
+        "added in another order",
+    ] {
+        assert!(warning.contains(part), "{warning}");
+    }
     let last = metrics(&workspace.path("metrics.jsonl"));
     let loss = last
         .iter()
