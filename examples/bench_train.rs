@@ -270,6 +270,7 @@ fn batch_config(args: &Args) -> Result<BatchConfig> {
         shuffle: false,
         seed: 0,
         uneven: false,
+        ramp: None,
     })
 }
 

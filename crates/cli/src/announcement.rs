@@ -117,9 +117,15 @@ impl TrainingRun<'_> {
                 counted(frozen, "value")
             ),
         };
+        let batches = &self.training.batches;
+        let up_to = if batches.batch_ramp.is_some() {
+            "up to "
+        } else {
+            ""
+        };
         print_line(&format!(
-            "{said}; {} per step",
-            counted(self.training.batches.num_tokens(), "token")
+            "{said}; {up_to}{} per step",
+            counted(batches.num_tokens(), "token")
         ));
         print_line(&format!(
             "memory of the largest rank, expected: {}",

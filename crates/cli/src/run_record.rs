@@ -67,6 +67,8 @@ impl TrainingArgs {
         settings.extend(strategy.map(|strategy| ("--strategy".to_string(), strategy)));
         let mask_history = self.batches.sequences.mask_history;
         settings.extend(mask_history.then(|| ("--mask-history".to_string(), "true".to_string())));
+        let ramp = self.batches.batch_ramp;
+        settings.extend(ramp.map(|ramp| ("--batch-ramp".to_string(), ramp.to_string())));
         settings.extend(data.date.map(|date| (DATE.to_string(), date.to_string())));
         Ok(TrainingRecord {
             settings,

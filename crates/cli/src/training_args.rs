@@ -11,8 +11,8 @@ use candle_parallel::{
     AdamWConfig, DataParallel, ModelPart, Offload, ParamBuilder, ReduceType, ZeroStage,
 };
 use candle_train::{
-    BatchConfig, Batches, LossHistory, LossRange, LrDecay, LrSchedule, Samples, TrainConfig,
-    counted, explain_out_of_memory,
+    BatchConfig, BatchRamp, Batches, LossHistory, LossRange, LrDecay, LrSchedule, Samples,
+    TrainConfig, counted, explain_out_of_memory,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use clap::Args;
@@ -142,6 +142,10 @@ pub(crate) struct BatchArgs {
     /// Micro-batches of each replica in an optimizer step: another way to say --global-batch-size
     #[arg(long, value_name = "MICRO_BATCHES", conflicts_with = "global_batch_size", value_parser = whole::<usize>(1..))]
     pub gradient_accumulation_steps: Option<usize>,
+    /// Begin with START sequences in a step, and add INCREMENT at a time until it are --global-batch-size after SAMPLES sequences, such as 16,8,10000;
+    /// the learning rate follows the samples, --warmup-steps being steps of full size [default: the full size from the first step on]
+    #[arg(long, value_name = "START,INCREMENT,SAMPLES")]
+    pub batch_ramp: Option<BatchRamp>,
     #[command(flatten)]
     pub sequences: SequenceArgs,
     /// Whether the number of replicas need not divide the global batch: shares of a step then differ by at most one sample.
@@ -254,12 +258,14 @@ impl LayoutArgs {
         let degrees = self.degrees();
         CausalLm::check_degrees(config, &Degrees { pp: 1, ..degrees })?;
         self.context.check(config, degrees.tp, seq_len)?;
-        let per_replica = batches.global_batch_size.div_ceil(degrees.dp);
-        let num_micro_batches = per_replica.div_ceil(batches.micro_batch_size);
-        let plan = self
-            .pipeline
-            .plan(degrees.pp, config, seq_len, num_micro_batches);
-        plan.map(drop)
+        let first = batches.ramp.map(|ramp| ramp.start);
+        for size in first.into_iter().chain([batches.global_batch_size]) {
+            let per_replica = size.div_ceil(degrees.dp);
+            let num_micro_batches = per_replica.div_ceil(batches.micro_batch_size);
+            self.pipeline
+                .plan(degrees.pp, config, seq_len, num_micro_batches)?;
+        }
+        Ok(())
     }
 
     /// A rank's part of a model that is trained on sequences of `seq_len` tokens.
@@ -317,8 +323,8 @@ impl OptimizerArgs {
     }
 
     /// Steps of the warm-up; of a fraction at least one, as long as there is a warm-up.
-    fn warmup_steps(&self, num_steps: usize) -> usize {
-        let steps = (self.warmup_ratio * num_steps as f64).ceil() as usize;
+    fn warmup_steps(&self, num_steps: f64) -> usize {
+        let steps = (self.warmup_ratio * num_steps).ceil() as usize;
         self.warmup_steps.unwrap_or(steps)
     }
 
@@ -345,6 +351,17 @@ impl BatchArgs {
         (end * (1.0 - 1e-12)).ceil() as usize
     }
 
+    /// Sequences of a step.
+    fn size_in_words(&self) -> String {
+        let size = counted(self.global_batch_size, "sequence");
+        match self.batch_ramp {
+            Some(BatchRamp { start, samples, .. }) => {
+                format!("{start} to {size} (as many from {samples} on)")
+            }
+            None => size,
+        }
+    }
+
     pub fn config(&self) -> BatchConfig {
         BatchConfig {
             micro_batch_size: self.micro_batch_size,
@@ -352,6 +369,7 @@ impl BatchArgs {
             shuffle: !self.no_shuffle,
             seed: self.seed,
             uneven: self.uneven,
+            ramp: self.batch_ramp,
         }
     }
 }
@@ -464,7 +482,7 @@ impl TrainingArgs {
             "{}, {} of {} of {}; {} {}: {layout}",
             samples.summary(),
             counted(num_steps, "step"),
-            counted(self.batches.global_batch_size, "sequence"),
+            self.batches.size_in_words(),
             counted(samples.config().seq_len, "token"),
             counted(pp * dp * cp * tp + num_servers, "rank"),
             run.describe(),
@@ -485,14 +503,18 @@ impl TrainingArgs {
             Some(num_steps) => num_steps,
             None => batches.first_step_from(self.batches.end_of_epochs(batches.num_samples()))?,
         };
+        let mut lr_schedule = LrSchedule {
+            lr: args.lr,
+            min_lr_ratio: args.min_lr_ratio,
+            warmup_steps: 0,
+            num_steps,
+            decay: args.decay(),
+            ramp: batches.ramp_progress(),
+        };
+        let num_full_steps = lr_schedule.progress(num_steps);
+        lr_schedule.warmup_steps = args.warmup_steps(num_full_steps);
         let config = TrainConfig {
-            lr_schedule: LrSchedule {
-                lr: args.lr,
-                min_lr_ratio: args.min_lr_ratio,
-                warmup_steps: args.warmup_steps(num_steps),
-                num_steps,
-                decay: args.decay(),
-            },
+            lr_schedule,
             adamw: AdamWConfig {
                 beta1: args.adam_beta1,
                 beta2: args.adam_beta2,

@@ -6,7 +6,9 @@
 //! function of (configuration, step). All ranks have equally many micro-batches; one for which a rank has no sample is a token
 //! without a target.
 
+use std::fmt::{Display, Formatter};
 use std::ops::Range;
+use std::str::FromStr;
 
 use candle_core::{Device, Result, bail};
 use candle_parallel::Pass;
@@ -19,6 +21,51 @@ use crate::training_data::Filling;
 
 /// Most tokens of one optimizer step: far beyond what is trained with, and their products fit any integer.
 const MAX_TOKENS_PER_STEP: u128 = 1 << 31;
+
+/// Most steps of a batch ramp, whose places are kept.
+const MAX_RAMP_STEPS: usize = 1 << 20;
+
+/// A global batch that grows while a run is young (GPT-3's, arXiv:2005.14165): with n = (global - start) / increment, a step before which s samples
+/// have been taken has `start + floor(s n / samples) increment`, and the global batch size from `samples` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BatchRamp {
+    /// Sequences of the first step.
+    pub start: usize,
+    /// Sequences by which it grows at a time.
+    pub increment: usize,
+    /// Samples after which it has grown.
+    pub samples: usize,
+}
+
+/// As it is parsed: `16,8,10000`.
+impl Display for BatchRamp {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{},{},{}", self.start, self.increment, self.samples)
+    }
+}
+
+impl FromStr for BatchRamp {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let numbers: Option<Vec<usize>> =
+            text.split(',').map(|it| it.trim().parse().ok()).collect();
+        match numbers.as_deref() {
+            Some(&[start, increment, samples]) if start.min(increment).min(samples) > 0 => {
+                Ok(Self {
+                    start,
+                    increment,
+                    samples,
+                })
+            }
+            _ => Err(
+                "expected START,INCREMENT,SAMPLES, three whole numbers from 1, such as 16,8,10000"
+                    .to_string(),
+            ),
+        }
+    }
+}
 
 /// How samples are put into batches. Sizes are in sequences.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,14 +82,17 @@ pub struct BatchConfig {
     /// Whether data-parallel ranks may have shares of a step that differ by one, where it cannot be divided evenly.
     #[serde(default)]
     pub uneven: bool,
+    /// How the global batch grows to its size; `None`: it has it from the first step on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ramp: Option<BatchRamp>,
 }
 
 impl BatchConfig {
     /// Checks the sizes for sequences of `seq_len` tokens and `dp_world_size` data-parallel ranks.
     ///
     /// # Errors
-    /// A size is zero, a step has more than 2^31 tokens, or `global_batch_size` is not a multiple of `micro_batch_size * dp_world_size` and
-    /// [`uneven`](Self::uneven) is false.
+    /// A size is zero, a step has more than 2^31 tokens, or `global_batch_size`, or another size of its ramp, is not a multiple of
+    /// `micro_batch_size * dp_world_size` and [`uneven`](Self::uneven) is false; a ramp that does not lead to the global batch size.
     pub fn validate(&self, seq_len: usize, dp_world_size: usize) -> Result<()> {
         for (name, size) in [
             ("micro_batch_size", self.micro_batch_size),
@@ -67,7 +117,52 @@ impl BatchConfig {
                 global as u128 % unit
             );
         }
+        self.ramp.map_or(Ok(()), |ramp| self.check_ramp(ramp, unit))
+    }
+
+    fn check_ramp(&self, ramp: BatchRamp, unit: u128) -> Result<()> {
+        let global = self.global_batch_size;
+        let BatchRamp {
+            start,
+            increment,
+            samples,
+        } = ramp;
+        if start.min(increment).min(samples) == 0 {
+            bail!("the batch ramp {ramp} has a 0; expected numbers from 1");
+        }
+        if start >= global || !(global - start).is_multiple_of(increment) {
+            bail!(
+                "the batch ramp {ramp} starts with {start} sequences and does not come to the global_batch_size({global}) in steps of {increment}\nhint: a start below {global} with a difference that the increment divides"
+            );
+        }
+        for (name, size) in [("start", start), ("increment", increment)] {
+            if !self.uneven && !(size as u128).is_multiple_of(unit) {
+                bail!(
+                    "the {name}({size}) of the batch ramp {ramp} % (micro_batch_size * dp = {unit}) = {} != 0\nhint: choose multiples of {unit}",
+                    size as u128 % unit
+                );
+            }
+        }
+        if samples / start > MAX_RAMP_STEPS {
+            bail!(
+                "the batch ramp {ramp} may take {} steps; expected at most {MAX_RAMP_STEPS}",
+                samples / start
+            );
+        }
         Ok(())
+    }
+
+    /// Sequences of a step before which so many have been taken.
+    fn batch_size_at(&self, position: usize) -> usize {
+        let global = self.global_batch_size;
+        match self.ramp {
+            Some(ramp) if position < ramp.samples => {
+                let num_increments = (global - ramp.start) / ramp.increment;
+                let grown = position as u128 * num_increments as u128 / ramp.samples as u128;
+                ramp.start + grown as usize * ramp.increment
+            }
+            _ => global,
+        }
     }
 }
 
@@ -82,6 +177,10 @@ pub struct Batches {
     device: Device,
     /// A step and the position of its first sequence, from which the others follow.
     origin: (usize, usize),
+    /// The position of each step from there on that is smaller than the others.
+    ramp: Vec<usize>,
+    /// The first step after these, and its position.
+    after_ramp: (usize, usize),
 }
 
 /// The samples of a step: those at these places of the epoch.
@@ -106,7 +205,7 @@ impl Batches {
         if dp_rank >= dp_world_size {
             bail!("dp_rank({dp_rank}) >= dp_world_size({dp_world_size})");
         }
-        Ok(Self {
+        let batches = Self {
             order: SampleOrder::new(samples.len(), config.shuffle, config.seed),
             samples: samples.clone(),
             dp_rank,
@@ -114,15 +213,44 @@ impl Batches {
             config,
             device: device.clone(),
             origin: (0, 0),
-        })
+            ramp: Vec::new(),
+            after_ramp: (0, 0),
+        };
+        Ok(batches.continued(0, 0))
     }
 
     /// The batches of a run that goes on at `step` with the sequence at `position`, whatever the size of the batches before it.
     pub fn continued(self, step: usize, position: usize) -> Self {
+        let end = self.config.ramp.map_or(0, |ramp| ramp.samples);
+        let (mut ramp, mut next) = (Vec::new(), position);
+        while next < end {
+            ramp.push(next);
+            next += self.len_at(next);
+        }
         Self {
             origin: (step, position),
+            after_ramp: (step.saturating_add(ramp.len()), next),
+            ramp,
             ..self
         }
+    }
+
+    /// Sequences of the step that begins with the one at `position`: no more than are left of the epoch.
+    fn len_at(&self, position: usize) -> usize {
+        let num_samples = self.samples.len();
+        let left = num_samples - position % num_samples;
+        self.config.batch_size_at(position).min(left)
+    }
+
+    /// Of each step of a batch ramp from the first step of the run on, how many steps of the global batch size it and those before it count as in an
+    /// [`LrSchedule`](crate::LrSchedule): each as the part that it is of one.
+    pub fn ramp_progress(&self) -> Vec<f64> {
+        let (mut num_sequences, global) = (0, self.config.global_batch_size as f64);
+        let steps = self.ramp.iter().map(|&position| {
+            num_sequences += self.config.batch_size_at(position);
+            num_sequences as f64 / global
+        });
+        steps.collect()
     }
 
     /// Number of sequences before the first one of `step`, of which each epoch has [`Self::num_samples`].
@@ -130,7 +258,11 @@ impl Batches {
     /// # Errors
     /// A step before the one from which the run went on, or beyond all numbers.
     pub fn position(&self, step: usize) -> Result<usize> {
-        let (first_step, first) = self.origin;
+        let of_ramp = step.checked_sub(self.origin.0);
+        if let Some(position) = of_ramp.and_then(|step| self.ramp.get(step)) {
+            return Ok(*position);
+        }
+        let (first_step, first) = self.after_ramp;
         let (num_samples, batch) = (self.samples.len(), self.config.global_batch_size);
         let position = step.checked_sub(first_step).and_then(|steps| {
             let (epoch, place) = (first / num_samples, first % num_samples);
@@ -159,7 +291,11 @@ impl Batches {
     /// # Errors
     /// A step beyond all numbers.
     pub fn first_step_from(&self, end: usize) -> Result<usize> {
-        let (first_step, first) = self.origin;
+        let num_before = self.ramp.partition_point(|position| *position < end);
+        if num_before < self.ramp.len() {
+            return Ok(self.origin.0 + num_before);
+        }
+        let (first_step, first) = self.after_ramp;
         let (num_samples, batch) = (self.samples.len(), self.config.global_batch_size);
         let steps_of = |num_sequences: usize| num_sequences.div_ceil(batch);
         if end <= first {
@@ -184,10 +320,9 @@ impl Batches {
     fn step_samples(&self, step: usize) -> Result<StepSamples> {
         let (position, num_samples) = (self.position(step)?, self.samples.len());
         let place = position % num_samples;
-        let end = (place + self.config.global_batch_size).min(num_samples);
         Ok(StepSamples {
             epoch: position / num_samples,
-            places: place..end,
+            places: place..place + self.len_at(position),
         })
     }
 
@@ -256,7 +391,7 @@ impl Batches {
         })
     }
 
-    /// Steps in which every sample is seen once.
+    /// Steps in which every sample is seen once, at the global batch size.
     pub fn num_steps_per_epoch(&self) -> usize {
         self.samples.len().div_ceil(self.config.global_batch_size)
     }

@@ -52,7 +52,7 @@ mod training_record;
 mod whole_file;
 
 pub use activity::Activity;
-pub use batches::{BatchConfig, Batches};
+pub use batches::{BatchConfig, BatchRamp, Batches};
 pub use chat::{Chat, ChatTemplate, Rendered, TemplateFit};
 pub use checkpoints::Checkpoints;
 pub use counted::counted;

@@ -2,6 +2,8 @@
 //!
 //! For step s from 0, W warm-up steps and S steps, with `min = min_lr_ratio * lr`: `lr * (s + 1) / W` for `s < W`, then
 //! `min + (lr - min) * f(s)`, f being that of the [`LrDecay`].
+//!
+//! With a [`BatchRamp`](crate::BatchRamp) steps of fewer sequences count as the parts that they are of a step, so that the schedule follows the samples.
 
 use std::f64::consts::PI;
 
@@ -25,15 +27,16 @@ pub enum LrDecay {
 }
 
 impl LrDecay {
-    fn left(self, step: usize, warmup_steps: usize, num_steps: usize) -> f64 {
-        let after_warmup = num_steps.saturating_sub(warmup_steps);
+    fn left(self, step: f64, warmup_steps: f64, num_steps: f64) -> f64 {
+        let after_warmup = (num_steps - warmup_steps).max(0.0);
         let last = match self {
-            Self::Wsd(fraction) => (fraction * num_steps as f64).round() as usize,
+            Self::Wsd(fraction) => (fraction * num_steps).round(),
             _ => after_warmup,
         };
         let last = last.min(after_warmup);
-        let done = step.saturating_sub(warmup_steps + after_warmup - last);
-        let (done, of) = (done.min(last.max(1)) as f64, last.max(1) as f64);
+        let done = (step - (warmup_steps + after_warmup - last)).max(0.0);
+        let of = last.max(1.0);
+        let done = done.min(of);
         match self {
             Self::Cosine => (1.0 + (PI * done / of).cos()) / 2.0,
             Self::Linear | Self::Wsd(_) => 1.0 - done / of,
@@ -57,6 +60,9 @@ pub struct LrSchedule {
     /// How it falls after the warm-up.
     #[serde(default)]
     pub decay: LrDecay,
+    /// Of each step of a batch ramp how many steps it and those before it count as: [`Batches::ramp_progress`](crate::Batches::ramp_progress).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ramp: Vec<f64>,
 }
 
 impl LrSchedule {
@@ -68,6 +74,7 @@ impl LrSchedule {
             warmup_steps: 0,
             num_steps,
             decay: LrDecay::Constant,
+            ramp: Vec::new(),
         }
     }
 
@@ -94,13 +101,24 @@ impl LrSchedule {
         }
     }
 
+    /// How many steps the first `steps` count as.
+    pub fn progress(&self, steps: usize) -> f64 {
+        let num_ramp_steps = self.ramp.len();
+        match steps.checked_sub(num_ramp_steps) {
+            Some(more) => self.ramp.last().copied().unwrap_or_default() + more as f64,
+            None => steps.checked_sub(1).map_or(0.0, |last| self.ramp[last]),
+        }
+    }
+
     /// The learning rate of `step`, counted from 0. It stays where it is from `num_steps` on.
     pub fn at(&self, step: usize) -> f64 {
-        if step < self.warmup_steps {
-            return self.lr * (step + 1) as f64 / self.warmup_steps as f64;
+        let (done, warmup) = (self.progress(step), self.warmup_steps as f64);
+        if done < warmup {
+            let rate = self.lr * self.progress(step.saturating_add(1)) / warmup;
+            return rate.min(self.lr);
         }
         let min = self.min_lr_ratio * self.lr;
-        let left = self.decay.left(step, self.warmup_steps, self.num_steps);
+        let left = self.decay.left(done, warmup, self.progress(self.num_steps));
         min + (self.lr - min) * left
     }
 }

@@ -120,6 +120,7 @@ impl Run {
             shuffle: false,
             seed: 0,
             uneven: false,
+            ramp: None,
         }
     }
 
@@ -131,6 +132,7 @@ impl Run {
                 warmup_steps: self.warmup_steps,
                 num_steps: self.steps,
                 decay: LrDecay::Cosine,
+                ramp: Vec::new(),
             },
             adamw: AdamWConfig {
                 weight_decay: self.weight_decay,

@@ -457,3 +457,57 @@ fn every_family_is_fine_tuned_by_the_same_command() {
         assert!(before != after, "{name}: nothing was trained");
     }
 }
+
+#[test]
+fn a_batch_ramp_is_exact_on_other_layouts_and_when_it_is_resumed() {
+    let workspace = Workspace::new();
+    let saves = workspace.path("saves");
+    let run = |flags: &[(&str, &str)]| {
+        let program = workspace
+            .finetune()
+            .flag("--global-batch-size", 8)
+            .flag("--batch-ramp", "2,2,18")
+            .flag("--steps", 9)
+            .flag("--save-dir", saves.display())
+            .flag("--save-every", 5)
+            .flag("--metrics", workspace.path("metrics.jsonl").display());
+        let flags = flags.iter();
+        let program = flags.fold(program, |program, (flag, value)| program.flag(flag, value));
+        let out = program.succeeds_with_warnings();
+        let lines = metrics(&workspace.path("metrics.jsonl"));
+        let of = |name: &str| -> Vec<f64> {
+            lines
+                .iter()
+                .map(|line| line[name].as_f64().unwrap())
+                .collect()
+        };
+        (
+            out.stdout,
+            [of("num_positions"), of("learning_rate"), of("loss")],
+        )
+    };
+    let (out, [positions, rates, losses]) = run(&[]);
+    assert!(
+        out.contains("9 steps of 2 to 8 sequences (as many from 18 on)"),
+        "{out}"
+    );
+    let sizes = [2, 2, 2, 4, 4, 6, 8, 8, 8].map(|size| f64::from(16 * size));
+    assert_eq!(positions, sizes);
+    // 44 sequences are 5.5 steps of 8; the warm-up of 3% is a step of 8.
+    assert_eq!(rates[..3], [2.5e-4, 5e-4, 7.5e-4]);
+    assert_eq!(rates[3], 1e-3);
+    assert!(rates[4] < 1e-3 && rates.windows(2).skip(4).all(|pair| pair[1] < pair[0]));
+    let latest = [("--resume", "latest"), ("--steps", "9")];
+    let (_, [_, again_rates, again]) = run(&latest);
+    assert_eq!((&again_rates[..], &again[..]), (&rates[..], &losses[..]));
+    std::fs::remove_dir_all(&saves).unwrap();
+    let (_, [_, other_rates, other]) = run(&[("--dp", "1"), ("--tp", "1")]);
+    assert_eq!(other_rates, rates);
+    for (got, want) in other.iter().zip(&losses) {
+        assert!((got - want).abs() <= 1e-5 * want, "{other:?} {losses:?}");
+    }
+    let refused = workspace.finetune().flag("--batch-ramp", "3,1,18");
+    refused.run().assert_error(&["start(3)", "multiples of 2"]);
+    let refused = workspace.finetune().flag("--batch-ramp", "3;1");
+    refused.run().assert_error(&["--batch-ramp", "16,8,10000"]);
+}

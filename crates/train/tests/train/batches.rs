@@ -1,7 +1,7 @@
 use candle_core::{Device, IndexOp};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::Pass;
-use candle_train::{BatchConfig, Batches, SampleConfig, Samples, Tokens};
+use candle_train::{BatchConfig, BatchRamp, Batches, SampleConfig, Samples, Tokens};
 
 use crate::assert_error;
 
@@ -12,6 +12,7 @@ fn config(micro: usize, global: usize, shuffle: bool) -> BatchConfig {
         shuffle,
         seed: 7,
         uneven: false,
+        ramp: None,
     }
 }
 
@@ -335,5 +336,97 @@ fn the_first_step_from_a_sequence_is_the_one_whose_position_is_not_before_it() {
         let most = fresh().continued(usize::MAX, 0).first_step_from(usize::MAX);
         let reason = most.unwrap_err().to_string();
         assert!(reason.contains("more than any number of steps"), "{reason}");
+    }
+}
+
+#[test]
+fn a_batch_grows_with_the_samples_and_each_epoch_still_has_all_of_them() {
+    let ramp = BatchRamp {
+        start: 2,
+        increment: 2,
+        samples: 30,
+    };
+    for (num_tokens, dp, micro) in [(46, 1, 1), (46, 2, 1), (201, 1, 2), (9, 1, 1)] {
+        let config = BatchConfig {
+            ramp: Some(ramp),
+            ..config(micro, 8, true)
+        };
+        let of_rank = |rank| batches((num_tokens, 2), &config, (rank, dp));
+        let ranks: Vec<Batches> = (0..dp).map(of_rank).collect();
+        let of_step = |ranks: &[Batches], step| -> Vec<usize> {
+            let of_rank = |rank: &Batches| samples(&rank.batch(step).unwrap(), num_tokens, 2);
+            ranks.iter().flat_map(of_rank).collect()
+        };
+        let num_samples = ranks[0].num_samples();
+        let (mut position, mut seen, mut progress) = (0, Vec::new(), Vec::new());
+        for step in 0..40 {
+            assert_eq!(ranks[0].position(step).unwrap(), position);
+            let size = match position < 30 {
+                true => 2 + position / 10 * 2,
+                false => 8,
+            };
+            if position < 30 {
+                progress.push(progress.last().unwrap_or(&0.0) + size as f64 / 8.0);
+            }
+            let size = size.min(num_samples - position % num_samples);
+            let taken = of_step(&ranks, step);
+            // The text's last token alone is a sample without a target.
+            let has_last = num_tokens % 2 == 1 && (position + size) % num_samples == 0;
+            assert!(taken.len() == size || has_last, "{step}: {taken:?}");
+            let goes_on = |rank| of_rank(rank).continued(step, position);
+            let later: Vec<Batches> = (0..dp).map(goes_on).collect();
+            for next in step..step + 5 {
+                assert_eq!(of_step(&later, next), of_step(&ranks, next));
+            }
+            seen.extend(taken);
+            position += size;
+            if position % num_samples == 0 {
+                seen.sort_unstable();
+                let all = num_tokens as usize / 2;
+                assert_eq!(seen, (0..all).collect::<Vec<_>>());
+                seen.clear();
+            }
+        }
+        assert_eq!(ranks[0].ramp_progress(), progress);
+        for end in 0..position {
+            let first = ranks[0].first_step_from(end).unwrap();
+            assert!(ranks[0].position(first).unwrap() >= end);
+            assert!(first == 0 || ranks[0].position(first - 1).unwrap() < end);
+        }
+    }
+}
+
+#[test]
+fn batch_ramps_that_lead_nowhere_are_refused() {
+    let check = |ramp: &str| {
+        let config = BatchConfig {
+            ramp: Some(ramp.parse().unwrap()),
+            ..config(2, 16, true)
+        };
+        config.validate(4, 2)
+    };
+    check("4,4,100").unwrap();
+    assert_eq!(
+        "4, 4,100".parse::<BatchRamp>().unwrap().to_string(),
+        "4,4,100"
+    );
+    assert_error(
+        check("16,4,100"),
+        &["starts with 16", "global_batch_size(16)"],
+    );
+    assert_error(check("4,8,100"), &["steps of 8", "hint"]);
+    assert_error(check("6,2,100"), &["start(6)", "= 4", "= 2 != 0"]);
+    assert_error(check("4,6,100"), &["increment(6)", "multiples of 4"]);
+    assert_error(check("4,4,9999999999"), &["2499999999 steps", "1048576"]);
+    for wrong in [
+        "", "4", "4,4", "4,4,4,4", "0,4,4", "4,0,4", "4,4,0", "a,4,4", "-4,4,4",
+    ] {
+        assert!(
+            wrong
+                .parse::<BatchRamp>()
+                .unwrap_err()
+                .contains("16,8,10000"),
+            "{wrong}"
+        );
     }
 }

@@ -10,6 +10,7 @@ fn warm_up_then_cosine() {
         warmup_steps: 2,
         num_steps: 10,
         decay: LrDecay::Cosine,
+        ramp: Vec::new(),
     };
     // From Python: lr*(s+1)/w, then lo + (lr - lo) * (1 + math.cos(math.pi * (s - w) / max(1, steps - w))) / 2.
     let expected = [
@@ -43,6 +44,7 @@ fn corner_cases() {
         warmup_steps,
         num_steps,
         decay: LrDecay::Cosine,
+        ramp: Vec::new(),
     };
     assert_eq!(schedule(0, 1).at(0), 2.0);
     assert_eq!(schedule(4, 3).at(2), 1.5);
@@ -59,6 +61,7 @@ fn impossible_numbers_are_refused() {
             warmup_steps: 0,
             num_steps: 1,
             decay: LrDecay::Cosine,
+            ramp: Vec::new(),
         }
         .validate()
     };
@@ -78,6 +81,7 @@ fn other_decays() {
             warmup_steps: 2,
             num_steps: 10,
             decay,
+            ramp: Vec::new(),
         };
         schedule.validate().unwrap();
         (0..12).map(|step| schedule.at(step)).collect::<Vec<_>>()
@@ -98,6 +102,30 @@ fn other_decays() {
         warmup_steps: 0,
         num_steps: 1,
         decay: LrDecay::Wsd(1.5),
+        ramp: Vec::new(),
     };
     assert_error(schedule.validate(), &["a WSD schedule takes 1.5"]);
+}
+
+#[test]
+fn steps_of_a_batch_ramp_count_as_the_parts_that_they_are() {
+    let plain = LrSchedule {
+        lr: 2.0,
+        min_lr_ratio: 0.0,
+        warmup_steps: 1,
+        num_steps: 4,
+        decay: LrDecay::Linear,
+        ramp: Vec::new(),
+    };
+    // Steps of a quarter, a quarter, a half and a whole batch, and three of whole ones.
+    let grown = LrSchedule {
+        num_steps: 6,
+        ramp: vec![0.25, 0.5, 1.0, 2.0],
+        ..plain.clone()
+    };
+    let rates: Vec<f64> = (0..6).map(|step| grown.at(step)).collect();
+    assert_eq!(rates[..3], [0.5, 1.0, 2.0]);
+    let same: Vec<f64> = (1..4).map(|step| plain.at(step)).collect();
+    assert_eq!(rates[3..], same);
+    assert_eq!((grown.progress(6), grown.at(6)), (4.0, plain.at(4)));
 }
