@@ -69,6 +69,7 @@ impl TrainingRun<'_> {
         let micro = batches.micro_batch_size;
         // A step may be as large as that of other replicas, before a restart.
         let accumulation = batches.accumulation();
+        let accumulation = accumulation.filter(|_| batches.batch_ramp.is_none());
         if let Some(steps) = accumulation.filter(|steps| micro * dp * steps == global) {
             print_line(&format!(
                 "a step: micro-batch {micro} x dp {dp} x accumulation {steps} = {}",

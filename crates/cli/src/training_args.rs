@@ -5,7 +5,7 @@ use std::ops::Bound::{Excluded, Unbounded};
 use std::path::{Path, PathBuf, absolute};
 
 use candle_comm::{Degrees, Mesh, RankEnv, RunConfig};
-use candle_core::{Device, Result, bail};
+use candle_core::{Device, Error, Result, bail};
 use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{
     AdamWConfig, DataParallel, ModelPart, Offload, ParamBuilder, ReduceType, ZeroStage,
@@ -142,8 +142,8 @@ pub(crate) struct BatchArgs {
     /// Micro-batches of each replica in an optimizer step: another way to say --global-batch-size
     #[arg(long, value_name = "MICRO_BATCHES", conflicts_with = "global_batch_size", value_parser = whole::<usize>(1..))]
     pub gradient_accumulation_steps: Option<usize>,
-    /// Begin with START sequences in a step, and add INCREMENT at a time until it are --global-batch-size after SAMPLES sequences, such as 16,8,10000;
-    /// the learning rate follows the samples, --warmup-steps being steps of full size [default: the full size from the first step on]
+    /// Begin with START sequences in a step, and add INCREMENT at a time until there are --global-batch-size after SAMPLES sequences, such as 16,8,10000;
+    /// the learning rate follows the samples, so that --warmup-steps and all fractions are of steps of full size [default: the full size from the first step on]
     #[arg(long, value_name = "START,INCREMENT,SAMPLES")]
     pub batch_ramp: Option<BatchRamp>,
     #[command(flatten)]
@@ -258,14 +258,20 @@ impl LayoutArgs {
         let degrees = self.degrees();
         CausalLm::check_degrees(config, &Degrees { pp: 1, ..degrees })?;
         self.context.check(config, degrees.tp, seq_len)?;
-        let first = batches.ramp.map(|ramp| ramp.start);
-        for size in first.into_iter().chain([batches.global_batch_size]) {
+        let plan_of = |size: usize| {
             let per_replica = size.div_ceil(degrees.dp);
             let num_micro_batches = per_replica.div_ceil(batches.micro_batch_size);
-            self.pipeline
-                .plan(degrees.pp, config, seq_len, num_micro_batches)?;
-        }
-        Ok(())
+            let plan = self
+                .pipeline
+                .plan(degrees.pp, config, seq_len, num_micro_batches);
+            plan.map(drop)
+        };
+        plan_of(batches.global_batch_size)?;
+        batches.ramp.map_or(Ok(()), |ramp| {
+            let of_start =
+                |err: Error| err.context(format!("the first steps of --batch-ramp {ramp}"));
+            plan_of(ramp.start).map_err(of_start)
+        })
     }
 
     /// A rank's part of a model that is trained on sequences of `seq_len` tokens.
@@ -324,8 +330,11 @@ impl OptimizerArgs {
 
     /// Steps of the warm-up; of a fraction at least one, as long as there is a warm-up.
     fn warmup_steps(&self, num_steps: f64) -> usize {
-        let steps = (self.warmup_ratio * num_steps).ceil() as usize;
-        self.warmup_steps.unwrap_or(steps)
+        let steps = (self.warmup_ratio * num_steps).ceil();
+        // The whole of a run that ends in its batch ramp would be a part of a step.
+        let is_all = steps >= num_steps && num_steps.fract() != 0.0;
+        let steps = if is_all { 0.0 } else { steps };
+        self.warmup_steps.unwrap_or(steps as usize)
     }
 
     fn decay(&self) -> LrDecay {
@@ -356,7 +365,7 @@ impl BatchArgs {
         let size = counted(self.global_batch_size, "sequence");
         match self.batch_ramp {
             Some(BatchRamp { start, samples, .. }) => {
-                format!("{start} to {size} (as many from {samples} on)")
+                format!("{start} to {size} (after the first {samples})")
             }
             None => size,
         }

@@ -1,5 +1,5 @@
 //! Batches: an epoch of n samples is ceil(n / G) steps, G = global batch size; each takes the next G samples of the epoch's order, the
-//! last one those that are left.
+//! last one those that are left. While a [`BatchRamp`] lasts G is smaller, by the number of samples that were taken.
 //!
 //! Each data-parallel rank takes a contiguous share of a step's samples, as equal as can be, and cuts it into micro-batches. Which samples
 //! a step trains on therefore does not depend on the layout, and no state has to be saved to resume: a batch is a pure
@@ -132,7 +132,7 @@ impl BatchConfig {
         }
         if start >= global || !(global - start).is_multiple_of(increment) {
             bail!(
-                "the batch ramp {ramp} starts with {start} sequences and does not come to the global_batch_size({global}) in steps of {increment}\nhint: a start below {global} with a difference that the increment divides"
+                "the batch ramp {ramp} starts with {start} sequences and does not come to the global_batch_size({global}) in steps of {increment}\nhint: a larger global batch, or a start below {global} whose difference to it the increment divides"
             );
         }
         for (name, size) in [("start", start), ("increment", increment)] {
@@ -142,12 +142,6 @@ impl BatchConfig {
                     size as u128 % unit
                 );
             }
-        }
-        if samples / start > MAX_RAMP_STEPS {
-            bail!(
-                "the batch ramp {ramp} may take {} steps; expected at most {MAX_RAMP_STEPS}",
-                samples / start
-            );
         }
         Ok(())
     }
@@ -205,6 +199,15 @@ impl Batches {
         if dp_rank >= dp_world_size {
             bail!("dp_rank({dp_rank}) >= dp_world_size({dp_world_size})");
         }
+        if let Some(ramp) = config.ramp {
+            // No step has more than an epoch.
+            let num_steps = ramp.samples / ramp.start.min(samples.len());
+            if num_steps > MAX_RAMP_STEPS {
+                bail!(
+                    "the batch ramp {ramp} may take {num_steps} steps; expected at most {MAX_RAMP_STEPS}"
+                );
+            }
+        }
         let batches = Self {
             order: SampleOrder::new(samples.len(), config.shuffle, config.seed),
             samples: samples.clone(),
@@ -242,7 +245,7 @@ impl Batches {
         self.config.batch_size_at(position).min(left)
     }
 
-    /// Of each step of a batch ramp from the first step of the run on, how many steps of the global batch size it and those before it count as in an
+    /// Of each step of a batch ramp, for batches that begin with the first step of the run and do not go on from another, how many steps of the global batch size it and those before it count as in an
     /// [`LrSchedule`](crate::LrSchedule): each as the part that it is of one.
     pub fn ramp_progress(&self) -> Vec<f64> {
         let (mut num_sequences, global) = (0, self.config.global_batch_size as f64);

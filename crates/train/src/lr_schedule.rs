@@ -30,12 +30,14 @@ impl LrDecay {
     fn left(self, step: f64, warmup_steps: f64, num_steps: f64) -> f64 {
         let after_warmup = (num_steps - warmup_steps).max(0.0);
         let last = match self {
-            Self::Wsd(fraction) => (fraction * num_steps).round(),
+            // Of whole steps a whole number.
+            Self::Wsd(fraction) if num_steps.fract() == 0.0 => (fraction * num_steps).round(),
+            Self::Wsd(fraction) => fraction * num_steps,
             _ => after_warmup,
         };
         let last = last.min(after_warmup);
         let done = (step - (warmup_steps + after_warmup - last)).max(0.0);
-        let of = last.max(1.0);
+        let of = if last > 0.0 { last } else { 1.0 };
         let done = done.min(of);
         match self {
             Self::Cosine => (1.0 + (PI * done / of).cos()) / 2.0,
@@ -114,8 +116,8 @@ impl LrSchedule {
     pub fn at(&self, step: usize) -> f64 {
         let (done, warmup) = (self.progress(step), self.warmup_steps as f64);
         if done < warmup {
-            let rate = self.lr * self.progress(step.saturating_add(1)) / warmup;
-            return rate.min(self.lr);
+            let after = self.progress(step.saturating_add(1)).min(warmup);
+            return self.lr * after / warmup;
         }
         let min = self.min_lr_ratio * self.lr;
         let left = self.decay.left(done, warmup, self.progress(self.num_steps));

@@ -177,7 +177,10 @@ fn what_a_schedule_does_not_take_is_refused_with_what_it_takes() {
                 ("--global-batch-size", "16"),
                 ("--batch-ramp", "6,2,100"),
             ],
-            &["dualpipev needs two micro-batches for each rank: 4 or more for pp 2, got 3"],
+            &[
+                "the first steps of --batch-ramp 6,2,100",
+                "dualpipev needs two micro-batches for each rank: 4 or more for pp 2, got 3",
+            ],
         ),
         (
             &[("--schedule", "dualpipev"), ("--global-batch-size", "6")],

@@ -488,7 +488,7 @@ fn a_batch_ramp_is_exact_on_other_layouts_and_when_it_is_resumed() {
     };
     let (out, [positions, rates, losses]) = run(&[]);
     assert!(
-        out.contains("9 steps of 2 to 8 sequences (as many from 18 on)"),
+        out.contains("9 steps of 2 to 8 sequences (after the first 18)"),
         "{out}"
     );
     let sizes = [2, 2, 2, 4, 4, 6, 8, 8, 8].map(|size| f64::from(16 * size));

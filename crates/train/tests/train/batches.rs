@@ -417,7 +417,14 @@ fn batch_ramps_that_lead_nowhere_are_refused() {
     assert_error(check("4,8,100"), &["steps of 8", "hint"]);
     assert_error(check("6,2,100"), &["start(6)", "= 4", "= 2 != 0"]);
     assert_error(check("4,6,100"), &["increment(6)", "multiples of 4"]);
-    assert_error(check("4,4,9999999999"), &["2499999999 steps", "1048576"]);
+    let tokens = Tokens::from_ids(vec![0; 21]).unwrap();
+    let samples = Samples::new(&tokens, SampleConfig::new(2)).unwrap();
+    let long = BatchConfig {
+        ramp: Some("40,40,99999999".parse().unwrap()),
+        ..config(1, 80, true)
+    };
+    let refused = Batches::new(&samples, long, 0, 1, &Device::Cpu).map(drop);
+    assert_error(refused, &["9999999 steps", "1048576"]);
     for wrong in [
         "", "4", "4,4", "4,4,4,4", "0,4,4", "4,0,4", "4,4,0", "a,4,4", "-4,4,4",
     ] {

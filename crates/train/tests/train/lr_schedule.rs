@@ -129,3 +129,29 @@ fn steps_of_a_batch_ramp_count_as_the_parts_that_they_are() {
     assert_eq!(rates[3..], same);
     assert_eq!((grown.progress(6), grown.at(6)), (4.0, plain.at(4)));
 }
+
+#[test]
+fn without_a_ramp_no_bit_depends_on_it() {
+    // A product with a third that is rounded up, over the highest rate.
+    let schedule = LrSchedule {
+        lr: 3e-3,
+        min_lr_ratio: 0.1,
+        warmup_steps: 3,
+        num_steps: 20,
+        decay: LrDecay::Wsd(0.33),
+        ramp: Vec::new(),
+    };
+    assert_eq!(schedule.at(2), 3e-3 * 3.0 / 3.0);
+    assert!(schedule.at(2) > 3e-3);
+    assert_eq!(schedule.at(14), 3e-4 + (3e-3 - 3e-4) * (1.0 - 1.0 / 7.0));
+    // A run that ends within its ramp comes to its lowest rate, too.
+    let short = LrSchedule {
+        warmup_steps: 0,
+        num_steps: 3,
+        ramp: vec![0.1, 0.2, 0.3, 0.4],
+        decay: LrDecay::Linear,
+        ..schedule
+    };
+    assert!((short.at(3) - 3e-4).abs() < 1e-12);
+    assert!((short.at(1) - (3e-4 + 2.7e-3 * 2.0 / 3.0)).abs() < 1e-12);
+}
