@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compares context-parallel training with that on one rank in all combinations of ranks, methods, tensor, pipeline and data parallelism, stages of ZeRO, packed data,
-# windows and lengths of sequences on at most 8 ranks; CI has a sample of them. It takes about half an hour on two cores.
+# windows and lengths of sequences on at most 8 ranks; CI has a sample of them. It takes about an hour on two cores.
 # usage: scripts/all-contexts.sh [NUMBER]    NUMBER: go on after so many cases, as an earlier run has counted them
 set -euo pipefail
 cd "$(dirname "$0")/.."

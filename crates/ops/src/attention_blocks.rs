@@ -213,8 +213,8 @@ impl<'a> AttentionBlocks<'a> {
             let lse = [(&lse[..rows], 1.0)];
             // SAFETY: every (head, block of rows) is visited by one task, and these are its elements only.
             unsafe {
-                out_rows.write_rows(start, self.hq * self.d, self.d, sums);
-                lse_rows.write_rows(self.place(block.first, head), 0, rows, lse.into_iter());
+                out_rows.put_rows::<false>(start, self.hq * self.d, self.d, sums);
+                lse_rows.put_rows::<false>(self.place(block.first, head), 0, rows, lse.into_iter());
             }
         });
         (out, lse)
@@ -363,8 +363,8 @@ impl<'a> AttentionBlocks<'a> {
                 // SAFETY: the blocks of rows of dq that are dealt to this part of this head are only its own.
                 unsafe {
                     match are_sums {
-                        true => shared.add_rows(start, row_stride, self.d, sums),
-                        false => shared.write_rows(start, row_stride, self.d, sums),
+                        true => shared.put_rows::<true>(start, row_stride, self.d, sums),
+                        false => shared.put_rows::<false>(start, row_stride, self.d, sums),
                     }
                 }
             }

@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cudnn")]
 use crate::attention_rectangle::Rectangle;
-use crate::{AttentionRows, DocumentStarts, HeadGroups};
+use crate::{AttentionRows, HeadGroups};
 use candle_core::{Result, Tensor, bail};
 
 /// What errors and timelines call the operation.
@@ -101,11 +101,8 @@ impl AttentionSpec {
     }
 
     /// If queries and keys are the same whole sequences, their documents if they have several.
-    #[cfg_attr(
-        not(feature = "cuda"),
-        allow(dead_code, reason = "the CPU has one way for all rows")
-    )]
-    pub(crate) fn whole(&self) -> Option<Option<&DocumentStarts>> {
+    #[cfg(feature = "cuda")]
+    pub(crate) fn whole(&self) -> Option<Option<&crate::DocumentStarts>> {
         match &self.rows {
             None => Some(None),
             Some(rows) => rows.whole(),

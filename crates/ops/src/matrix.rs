@@ -124,11 +124,12 @@ impl<'a, T: Element> SharedBuffer<'a, T> {
         }
     }
 
-    /// Writes rows of `cols` elements, `row_stride` apart, from element `start` on: values, each times the factor of its row, rounded.
+    /// Writes rows of `cols` elements, `row_stride` apart, from element `start` on, or if `ADD` adds them to what is there: values, each times the factor of
+    /// its row, rounded.
     ///
     /// # Safety
     /// Nobody else uses these elements at the same time.
-    pub(crate) unsafe fn write_rows<'v>(
+    pub(crate) unsafe fn put_rows<'v, const ADD: bool>(
         &self,
         start: usize,
         row_stride: usize,
@@ -141,34 +142,8 @@ impl<'a, T: Element> SharedBuffer<'a, T> {
                     #[inline(always)]
                     || {
                         for (out, value) in out.iter_mut().zip(values) {
-                            *out = T::nearest(value * factor);
-                        }
-                    },
-                );
-            };
-            // SAFETY: the caller's promise.
-            unsafe { self.change_row(start + row * row_stride, cols, change) };
-        }
-    }
-
-    /// The same, added to what is there.
-    ///
-    /// # Safety
-    /// Nobody else uses these elements at the same time.
-    pub(crate) unsafe fn add_rows<'v>(
-        &self,
-        start: usize,
-        row_stride: usize,
-        cols: usize,
-        rows: impl Iterator<Item = (&'v [f32], f32)>,
-    ) {
-        for (row, (values, factor)) in rows.enumerate() {
-            let change = |out: &mut [T]| {
-                vectorised(
-                    #[inline(always)]
-                    || {
-                        for (out, value) in out.iter_mut().zip(values) {
-                            *out = T::nearest(out.widen() + value * factor);
+                            let value = value * factor;
+                            *out = T::nearest(if ADD { out.widen() + value } else { value });
                         }
                     },
                 );
@@ -218,6 +193,6 @@ mod tests {
         let shared = SharedBuffer::new(&mut out);
         let row: &[f32] = &[1.0; 3];
         // SAFETY: nobody else writes.
-        unsafe { shared.write_rows(1, 4, 3, [(row, 1.0), (row, 1.0)].into_iter()) };
+        unsafe { shared.put_rows::<false>(1, 4, 3, [(row, 1.0), (row, 1.0)].into_iter()) };
     }
 }

@@ -107,7 +107,8 @@ impl Runs {
         self.0.dims.0 * self.0.dims.1
     }
 
-    /// If these are whole sequences, their documents if they have several.
+    /// If these are whole sequences, their documents if they have several. The CPU has one way for all rows.
+    #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn whole(&self) -> Option<Option<&DocumentStarts>> {
         self.0.whole.as_ref().map(|whole| whole.0.as_ref())
     }
@@ -467,6 +468,7 @@ impl AttentionRows {
     }
 
     /// If queries and keys are the same whole sequences, their documents if they have several.
+    #[cfg(feature = "cuda")]
     pub(crate) fn whole(&self) -> Option<Option<&DocumentStarts>> {
         let is_same = Arc::ptr_eq(&self.queries.0, &self.keys.0);
         self.queries.whole().filter(|_| is_same)

@@ -7,8 +7,8 @@ use super::program::Program;
 use super::training::metrics;
 use super::workspace::Workspace;
 
-/// Two steps of two sequences of 37 tokens.
-fn finetune(workspace: &Workspace, flags: &[(&str, &str)]) -> Program {
+/// Two steps of two sequences on one rank, but for `flags`, of which an empty value stands for a switch.
+fn with_flags(workspace: &Workspace, flags: &[(&str, &str)]) -> Program {
     let program = workspace
         .finetune()
         .without("--tp")
@@ -16,18 +16,26 @@ fn finetune(workspace: &Workspace, flags: &[(&str, &str)]) -> Program {
         .without("--dp");
     let program = program
         .flag("--global-batch-size", 2)
-        .flag("--seq-len", 37)
-        .flag("--eval-data", fixture("text.txt").display())
-        .flag("--eval-every", 1)
-        .flag("--prompt", "The quick brown")
-        .flag("--sample-tokens", 8)
-        .flag("--temperature", 0)
         .flag("--metrics", workspace.path("metrics.jsonl").display());
     let flags = flags.iter();
     flags.fold(program, |program, (flag, value)| match value.is_empty() {
         true => program.switch(flag),
         false => program.flag(flag, value),
     })
+}
+
+/// The same of 37 tokens, with evaluation and a sample.
+fn finetune(workspace: &Workspace, flags: &[(&str, &str)]) -> Program {
+    let text = fixture("text.txt").display().to_string();
+    let own = [
+        ("--seq-len", "37"),
+        ("--eval-data", text.as_str()),
+        ("--eval-every", "1"),
+        ("--prompt", "The quick brown"),
+        ("--sample-tokens", "8"),
+        ("--temperature", "0"),
+    ];
+    with_flags(workspace, &[&own, flags].concat())
 }
 
 /// Losses of training, of evaluation, and accuracies.
@@ -266,32 +274,25 @@ fn sequences_of_4437_tokens_train_as_in_pytorch() {
         config["max_position_embeddings"] = 1479.into();
         config["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 10000.0});
     });
+    let steps = reference.len().to_string();
+    let as_in_reference = [
+        ("--rope-scaling", "yarn:3"),
+        ("--seq-len", "4437"),
+        ("--steps", steps.as_str()),
+        ("--warmup-steps", "2"),
+        ("--min-lr-ratio", "0.1"),
+        ("--weight-decay", "0.1"),
+        ("--no-shuffle", ""),
+    ];
     let ring = [("--cp", "4"), ("--cp-method", "ring")];
-    let both = [("--cp", "2"), ("--cp-method", "ulysses"), ("--tp", "2")];
-    for (flags, is_divided) in [(&ring[..], false), (&both, true)] {
-        let program = workspace
-            .finetune()
-            .without("--tp")
-            .without("--pp")
-            .without("--dp");
-        let program = program
-            .flag("--rope-scaling", "yarn:3")
-            .flag("--seq-len", 4437)
-            .flag("--global-batch-size", 2)
-            .flag("--steps", reference.len())
-            .flag("--warmup-steps", 2)
-            .flag("--min-lr-ratio", 0.1)
-            .flag("--weight-decay", 0.1)
-            .switch("--no-shuffle")
-            .flag("--metrics", workspace.path("metrics.jsonl").display());
-        let program = match is_divided {
-            true => program.switch("--sequence-parallel"),
-            false => program,
-        };
-        let flags_of_program = flags.iter();
-        let program =
-            flags_of_program.fold(program, |program, (flag, value)| program.flag(flag, value));
-        program.succeeds();
+    let both = [
+        ("--cp", "2"),
+        ("--cp-method", "ulysses"),
+        ("--tp", "2"),
+        ("--sequence-parallel", ""),
+    ];
+    for flags in [&ring[..], &both] {
+        with_flags(&workspace, &[&as_in_reference, flags].concat()).succeeds();
         let lines = metrics(&workspace.path("metrics.jsonl"));
         assert_eq!(lines.len(), reference.len());
         for (line, expected) in lines.iter().zip(&reference) {

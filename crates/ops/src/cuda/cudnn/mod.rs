@@ -1,4 +1,4 @@
-//! Causal attention by cuDNN's fused kernels, where it can: bf16 and f16, head dimensions that are multiples of 8 up to 256, whole
+//! Attention by cuDNN's fused kernels, causal or to all keys, where it can: bf16 and f16, head dimensions that are multiples of 8 up to 256, whole
 //! groups of query heads, sm_80 and later. Everything else goes to this crate's own kernels, which says why, once for each
 //! reason, through `tracing`.
 //!
