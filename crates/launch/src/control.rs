@@ -156,10 +156,14 @@ impl Control {
         Ticket::new(self.link.clone(), operation)
     }
 
-    /// Says which training step this rank is at, and what it does there.
+    /// Says which training step this rank is at, and what it does there: the first one at once, later ones with the next
+    /// beat.
     pub fn set_step(&self, step: u64, phase: &str) {
-        self.link
-            .update(|activity, _| activity.step = Some((step, phase.to_string())));
+        let step = Some((step, phase.to_string()));
+        let before = (self.link).update(|activity, _| std::mem::replace(&mut activity.step, step));
+        if before.is_none() {
+            self.link.tell();
+        }
     }
 
     /// Says what this rank does in the step that it is at.

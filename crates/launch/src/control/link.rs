@@ -221,6 +221,11 @@ impl Link {
         true
     }
 
+    /// Says at once what this rank does.
+    pub(super) fn tell(&self) {
+        self.tell_activity(&self.lock());
+    }
+
     fn tell_activity(&self, state: &LinkState) {
         let snapshot = state.activity.snapshot(self.clock.now());
         self.outbox.tell(&FromRank::Beat(snapshot));
