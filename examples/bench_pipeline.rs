@@ -20,7 +20,7 @@ use candle_parallel::{
     GradientSink, Gradients, Layer, Loss, ModelPart, ParamStore, Pass, Pipeline, PipelineLayout,
     PlainBlock, PlainHead, Plan, Schedule, StageTimes, Times, layer_block, plain_block, plain_head,
 };
-use candle_train_cli::ScheduleArgs;
+use candle_train_run::ScheduleArgs;
 use clap::Parser;
 
 /// Measure how long the ranks of a pipeline wait, with blocks that sleep

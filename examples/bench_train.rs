@@ -60,12 +60,13 @@ use candle_train::{
     BatchConfig, Batches, Checkpoints, DataPosition, LrSchedule, SampleConfig, Samples, StepTimes,
     Tokens, TrainConfig, Trainer, TrainingRecord,
 };
-use candle_train_cli::{
-    Allocator, FlagDefault, Flags, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_as_rank,
-    fingerprint_of_program, keep_freed_memory, parse_with_defaults, peak_allocated_bytes,
-};
+use candle_train_cli::parse;
 use candle_train_examples::{page_faults, peak_rss_bytes, product_floor_secs};
 use candle_train_models::{ModelConfig, flops_per_token};
+use candle_train_run::{
+    Allocator, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_as_rank,
+    fingerprint_of_program, keep_freed_memory, peak_allocated_bytes,
+};
 use clap::Parser;
 use serde_json::{Value, json};
 
@@ -135,8 +136,6 @@ struct Args {
     save_dir: Option<PathBuf>,
 }
 
-/// Degrees that are 1 unless told.
-const ONE_RANK: [&str; 3] = ["tp", "pp", "dp"];
 const NUM_WARM_UP_STEPS: usize = 2;
 const NUM_PROFILED_STEPS: usize = 3;
 /// Of a rank, in the steps whose stages are timed.
@@ -180,30 +179,27 @@ struct Measured {
 }
 
 #[global_allocator]
-static ALLOCATOR: Allocator = candle_train_cli::ALLOCATOR;
+static ALLOCATOR: Allocator = candle_train_run::ALLOCATOR;
 
 fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .init();
-    let (args, flags) = parse_with_defaults(&ONE_RANK.map(|flag| FlagDefault {
-        flag,
-        value: "1",
-        description: "1",
-        unless: None,
-    }));
-    let ended = run(&args, &flags).map(|()| ExitCode::SUCCESS);
+    let mut args: Args = parse();
+    // Not as many replicas as there are processes.
+    args.layout.dp.get_or_insert(1);
+    let ended = run(&args).map(|()| ExitCode::SUCCESS);
     exit_as_rank(ended, HAS_BEGUN.load(Ordering::Acquire))
 }
 
-fn run(args: &Args, flags: &Flags) -> Result<()> {
+fn run(args: &Args) -> Result<()> {
     let config = match &args.model {
         Some(dir) => ModelConfig::from_file(dir.join("config.json"))?,
         None => model_config(args)?,
     };
     let degrees = args.layout.degrees();
     args.layout.data_parallel().validate(degrees.dp)?;
-    args.loss_scale.config(args.layout.dtype)?;
+    args.loss_scale.config(args.layout.dtype())?;
     let mut ranks = args.ranks.config(degrees)?;
     let batch_config = batch_config(args)?;
     batch_config.validate(args.seq_len, degrees.dp)?;
@@ -224,7 +220,9 @@ fn run(args: &Args, flags: &Flags) -> Result<()> {
         processes => processes,
     };
     if ranks.env.world_size() > 1 {
-        ranks.fingerprint = fingerprint_of_program(&ranks, flags)?;
+        let words: Vec<String> = std::env::args().skip(1).collect();
+        let flags = [("the command line".to_string(), words.join(" "))];
+        ranks.fingerprint = fingerprint_of_program(&ranks, &flags)?;
     }
     let measured = launch::run(&ranks, |world| {
         bench(args, &config, &batch_config, degrees, world)
@@ -288,7 +286,7 @@ fn bench(
             eprintln!("{note}");
         }
     }
-    let dtype: DType = args.layout.dtype.into();
+    let dtype: DType = args.layout.dtype().into();
     let store = match &args.model {
         Some(dir) => ParamStore::from_pretrained(dir)?,
         None => ParamStore::init(0),
@@ -308,7 +306,7 @@ fn bench(
     let train = train_config(
         num_measured_steps + num_profiled_steps,
         &args.layout,
-        args.loss_scale.config(args.layout.dtype)?,
+        args.loss_scale.config(args.layout.dtype())?,
     );
     let tokens = tokens(config.vocab_size, args.batch_size * args.seq_len + 1)?;
     let samples = Samples::new(&tokens, SampleConfig::new(args.seq_len))?;
@@ -492,7 +490,7 @@ fn print(
     let tokens_per_sec = (args.batch_size * args.seq_len) as f64 / step_secs;
     let device = measured.gpu.as_ref().map_or("cpu", |gpu| &gpu.name);
     let default_peak = measured.gpu.as_ref().and_then(GpuState::peak_tflops);
-    let default_peak = default_peak.filter(|_| DType::from(args.layout.dtype) != DType::F32);
+    let default_peak = default_peak.filter(|_| DType::from(args.layout.dtype()) != DType::F32);
     let flops = tokens_per_sec * measured.flops_per_token;
     let peak = args.peak_tflops.or(default_peak);
     let mfu = peak.map(|peak| flops / (peak * 1e12 * num_devices as f64));
@@ -514,7 +512,7 @@ fn print(
     let pipeline: Vec<_> = pipeline.collect();
     let line = json!({
         "system": format!("candle-train {}", env!("CARGO_PKG_VERSION")),
-        "dtype": DType::from(args.layout.dtype).as_str(),
+        "dtype": DType::from(args.layout.dtype()).as_str(),
         "matmul_precision": MatmulPrecision::get().to_string(),
         "step_secs": step_secs,
         "min_step_secs": steps[0],

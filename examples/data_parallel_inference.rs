@@ -21,8 +21,9 @@ use candle_ops::DeviceChoice;
 use candle_parallel::{EvalSums, ModelPart, ParamStore, Pass, Pipeline, Schedule};
 use candle_train::Tokenizer;
 use candle_train::hub::resolve_model;
-use candle_train_cli::{exit_with, parse};
+use candle_train_cli::parse;
 use candle_train_models::{CausalLm, ModelConfig};
+use candle_train_run::exit_with;
 use clap::Parser;
 use serde_json::json;
 
@@ -199,6 +200,6 @@ fn run(args: &Args) -> Result<()> {
 }
 
 fn main() -> ExitCode {
-    let (args, _) = parse::<Args>();
+    let args = parse::<Args>();
     exit_with(run(&args))
 }

@@ -5,20 +5,14 @@
 
 use std::process::ExitCode;
 
-use candle_train_cli::{FlagDefault, Pretrain, run_with_defaults};
+use candle_train_cli::run_with_flags;
+use candle_train_run::Pretrain;
 
-const DATA: FlagDefault = FlagDefault {
-    flag: "data",
-    value: concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tinyshakespeare.txt"),
-    description: "the bundled plays of Shakespeare",
-    unless: None,
-};
+const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tinyshakespeare.txt");
 
 #[global_allocator]
-static ALLOCATOR: candle_train_cli::Allocator = candle_train_cli::ALLOCATOR;
+static ALLOCATOR: candle_train_run::Allocator = candle_train_run::ALLOCATOR;
 
 fn main() -> ExitCode {
-    let mut defaults = Pretrain::defaults();
-    defaults.push(DATA);
-    run_with_defaults::<Pretrain>("pretrain_llama", &defaults)
+    run_with_flags("pretrain_llama", &Pretrain::new().data(TEXT))
 }

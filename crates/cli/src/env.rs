@@ -3,8 +3,7 @@
 use std::process::ExitCode;
 
 use candle_launch::RankEnv;
-
-use crate::output::print_line;
+use candle_train_run::print_line;
 
 /// Prints what the variables of the launcher say.
 pub(crate) fn print_env() -> ExitCode {

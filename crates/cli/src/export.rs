@@ -8,13 +8,10 @@ use candle_core::{DType, Device, Error, Result, bail};
 use candle_parallel::checkpoint::{Checkpoint, HfSave, TrainingCheckpoint, with_config_dtype};
 use candle_train::hub::resolve_model;
 use candle_train::{Activity, TrainingRecord};
+use candle_train_run::{
+    StorageChoice, WEIGHTS, digest_of_weights, is_adapter, num_bytes, print_line, refuse_adapter,
+};
 use clap::Args;
-
-use crate::adapter_base::{is_adapter, refuse_adapter};
-use crate::choices::StorageChoice;
-use crate::number::num_bytes;
-use crate::output::print_line;
-use crate::run_record::{WEIGHTS, digest_of_weights};
 
 /// Write the model of a run's checkpoint as a Hugging Face folder, in little memory
 #[derive(Args, Debug)]
@@ -140,9 +137,12 @@ mod tests {
     use serde_json::json;
     use tempfile::tempdir;
 
-    use super::Export;
-    use crate::choices::StorageChoice;
-    use crate::counting_allocator::peak_bytes_of;
+    use candle_train_run::{Allocator, peak_bytes_of};
+
+    use super::{Export, StorageChoice};
+
+    #[global_allocator]
+    static ALLOCATOR: Allocator = candle_train_run::ALLOCATOR;
 
     /// A checkpoint of a model whose embedding and head have 16 MiB each in f32.
     fn save(dir: &Path) -> Result<()> {

@@ -1,89 +1,48 @@
-//! The flags of a program, for itself and to compare with those of the other ranks.
+//! Command lines: flags as people type them, those of a file, and what is wrong with them.
 
-use std::any::TypeId;
 use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 
 use candle_core::Result;
 use candle_launch::RankEnv;
+use candle_train_run::{
+    Idle, Layer, find, in_words, leave_out, numbers_may_be_negative, print_for_all, print_message,
+    read_table, words_of_layers,
+};
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue};
-use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches};
+use clap::{Command, CommandFactory, FromArgMatches};
+use toml::Table;
 
-use crate::config_file::{effective, meant, with_config, with_free_defaults};
 use crate::flags_of_others::tip;
-use crate::idle_flags::check;
-use crate::output::{in_words, print_for_all, print_message};
-use crate::program::FlagDefault;
-use crate::spellings::as_spelled_here;
-
-/// Flags that may differ between ranks: where a host has its files (what is in them is compared instead), and its device.
-const LOCAL: &[&str] = &[
-    "model",
-    "adapter",
-    "data",
-    "eval-data",
-    "chat-template",
-    "tokenizer",
-    "metrics",
-    "tensorboard",
-    "device",
-    "config",
-];
+use crate::spellings::{Spelled, as_spelled_here};
 
 /// Columns of a line of help, where the terminal has more or there is none.
 const MAX_WIDTH: usize = 110;
 
-/// The flags of a program, or of the subcommand that is run.
-#[derive(Clone, Debug, Default)]
-pub struct Flags {
-    /// Names and values, those that were not given with their defaults.
-    values: Vec<(String, String)>,
-    /// Names of those that were given.
-    given: Vec<String>,
-    /// And of those of them with another value than their default.
-    changed: Vec<String>,
-    /// All that decide a run, as a file for `--config`.
-    pub(crate) config: toml::Table,
+/// Where values of flags come from that are not on the command line.
+#[derive(Default)]
+pub(crate) struct Beside {
+    /// Sections of a file that `--config` names.
+    pub sections: Vec<String>,
+    /// What is taken where neither the command line nor the file says.
+    pub defaults: Table,
+    /// Those of them that hold where `--model` is given, too.
+    pub defaults_of_any_model: Table,
 }
 
-impl Flags {
-    /// Names and values of the flags that all ranks must have alike.
-    pub fn shared(&self) -> impl Iterator<Item = (&str, &str)> {
-        let values = self.values.iter();
-        values.map(|(name, value)| (name.as_str(), value.as_str()))
-    }
-
-    /// The value of the flag of this name, with its dashes, if all ranks must have it alike.
-    pub(crate) fn value(&self, name: &str) -> Option<&str> {
-        let mut values = self.shared();
-        values
-            .find(|(other, _)| *other == name)
-            .map(|(_, value)| value)
-    }
-
-    /// Whether the flag of this name, with its dashes, was given a value that is not its default.
-    pub(crate) fn is_changed(&self, name: &str) -> bool {
-        self.changed.iter().any(|changed| changed == name)
-    }
-
-    /// Whether the flag of this name, with its dashes, was given.
-    pub fn is_given(&self, name: &str) -> bool {
-        self.given.iter().any(|given| given == name)
-    }
+/// Parses the command line, and ends the program with clap's message if it is wrong.
+pub fn parse<T: CommandFactory + FromArgMatches>() -> T {
+    parse_command(T::command(), |_| Beside::default(), |_| Vec::new()).0
 }
 
-/// Parses the command line, and ends the program with clap's message if it is wrong. The flags, of the subcommand if there is one, come
-/// along.
-pub fn parse<T: CommandFactory + FromArgMatches>() -> (T, Flags) {
-    parse_command(T::command(), &[])
-}
-
-/// As [`parse`], for a command of one's own, with those of `defaults` that [depend on another flag](FlagDefault::unless).
+/// As [`parse`], for a command of one's own, with flags of the file that its `--config` names, which comes along, and defaults. A flag that is
+/// given on the command line is not taken from the file, nor is one that contradicts it or does nothing beside it.
 pub(crate) fn parse_command<T: FromArgMatches>(
     command: Command,
-    defaults: &[FlagDefault],
-) -> (T, Flags) {
+    beside: impl Fn(&str) -> Beside,
+    idle: impl Fn(&T) -> Vec<Idle>,
+) -> (T, Option<PathBuf>) {
     let command = command.version(env!("CARGO_PKG_VERSION"));
     let settled = |command: Command| {
         let command = numbers_may_be_negative(command);
@@ -93,40 +52,103 @@ pub(crate) fn parse_command<T: FromArgMatches>(
     // Defaults of arguments that are not built have no text.
     command.build();
     let spelled = as_spelled_here(&command, std::env::args_os().collect());
-    let words = match with_config(&command, spelled) {
-        Ok(words) => with_free_defaults(&command, words, defaults),
-        Err(err) => exit_with_message(&in_words(&err), is_training(&command)),
+    let fail = |err| exit_with_message(&in_words(&err), is_training(&command));
+    parse_spelled(&command, spelled, beside, idle).unwrap_or_else(fail)
+}
+
+fn parse_spelled<T: FromArgMatches>(
+    whole: &Command,
+    Spelled {
+        words,
+        switched_off,
+    }: Spelled,
+    beside: impl Fn(&str) -> Beside,
+    idle: impl Fn(&T) -> Vec<Idle>,
+) -> Result<(T, Option<PathBuf>)> {
+    let (command, place) = meant(whole, &words);
+    let typed =
+        |name: &str| is_given(name, &words[place..]) || switched_off.iter().any(|off| off == name);
+    let Beside {
+        sections,
+        defaults,
+        defaults_of_any_model,
+    } = beside(command.get_name());
+    let file = find(command, "config").and_then(|_| value_of("--config", &words[place..]));
+    let file = file.map(PathBuf::from);
+    let mut layers = Vec::new();
+    if let Some(path) = &file {
+        let table = read_table(path)?;
+        let layer = Layer::of(command, &table, &sections);
+        layers.push(layer.map_err(|err| with_path(err, path, command))?);
+    }
+    let has_model = typed("model") || layers.iter().any(|layer| layer.has_flag("model"));
+    let defaults = if has_model {
+        defaults_of_any_model
+    } else {
+        defaults
     };
-    let matches = command
-        .try_get_matches_from_mut(&words)
-        .unwrap_or_else(|err| {
-            exit_with_usage(&with_tip(err, &command, &words), is_training(&command))
-        });
-    let flags = match matches.subcommand() {
-        None => flags(&command, &matches),
-        Some((name, matches)) => command
-            .find_subcommand(name)
-            .map_or_else(|| Ok(Flags::default()), |command| flags(command, matches)),
-    };
-    let flags =
-        flags.unwrap_or_else(|err| exit_with_message(&in_words(&err), is_training(&command)));
-    match T::from_arg_matches(&matches) {
-        Ok(args) => (args, flags),
-        Err(error) => exit_with_usage(&error, is_training(&command)),
+    layers.push(Layer::of(command, &defaults, &sections)?.as_defaults());
+    loop {
+        let mut all = words.clone();
+        all.splice(place..place, words_of_layers(&layers, typed));
+        let matches = whole.clone().try_get_matches_from(&all);
+        let exit = |err| exit_with_usage(&with_tip(err, whole, &all), is_training(whole));
+        let matches = matches.unwrap_or_else(exit);
+        let args = T::from_arg_matches(&matches);
+        let args = args.unwrap_or_else(|err| exit_with_usage(&err, is_training(whole)));
+        let idle = idle(&args);
+        let mut some = idle.iter();
+        if !some.any(|idle| leave_out(&mut layers, idle, typed)) {
+            Idle::refuse(&idle)?;
+            return Ok((args, file));
+        }
     }
 }
 
-/// `--lr -1` is a value that is out of range, not a flag `-1`.
-fn numbers_may_be_negative(command: Command) -> Command {
-    command.mut_args(|arg| {
-        // clap does not take -1e-5 for a number.
-        let is_real = arg.get_value_parser().type_id() == TypeId::of::<f64>();
-        match arg.get_action().takes_values() {
-            true if is_real => arg.allow_hyphen_values(true),
-            true => arg.allow_negative_numbers(true),
-            false => arg,
+/// The error of a file, with its path, and what a flag of another program is here.
+fn with_path(err: candle_core::Error, path: &Path, command: &Command) -> candle_core::Error {
+    let said = candle_comm::message_of(&err);
+    let key = said.split(" is no flag of ").next().unwrap_or_default();
+    let said = match tip(command, key) {
+        Some(tip) if key != said => {
+            let first = said.lines().next().unwrap_or_default();
+            format!("{first}\nhint: {tip}")
         }
-    })
+        _ => said,
+    };
+    candle_core::Error::msg(format!("{}: {said}", path.display()))
+}
+
+/// The subcommand that is meant, or the command itself, and where its words begin.
+pub(crate) fn meant<'a>(command: &'a Command, words: &[OsString]) -> (&'a Command, usize) {
+    match words.get(1).and_then(|word| command.find_subcommand(word)) {
+        Some(subcommand) => (subcommand, 2),
+        None => (command, 1.min(words.len())),
+    }
+}
+
+/// Whether a flag is among the words.
+fn is_given(name: &str, words: &[OsString]) -> bool {
+    let flag = format!("--{name}");
+    let mut words = words.iter().map(|word| word.to_string_lossy());
+    words.any(|word| word == flag || word.starts_with(&format!("{flag}=")))
+}
+
+fn value_of(flag: &str, words: &[OsString]) -> Option<OsString> {
+    let mut words = words.iter();
+    while let Some(word) = words.next() {
+        let text = word.to_string_lossy();
+        if text == flag {
+            return words.next().cloned();
+        }
+        if let Some(value) = text
+            .strip_prefix(flag)
+            .and_then(|rest| rest.strip_prefix('='))
+        {
+            return Some(value.into());
+        }
+    }
+    None
 }
 
 /// The error with what a flag of another program is here, in place of the flag that is spelled nearly so.
@@ -173,47 +195,4 @@ fn exit_with_message(message: &str, is_training: bool) -> ! {
         false => print_message(message),
     }
     std::process::exit(2)
-}
-
-/// # Errors
-/// A flag that does nothing beside the others.
-fn flags(command: &Command, matches: &ArgMatches) -> Result<Flags> {
-    let value = |id: &str| -> String {
-        let values = matches.try_get_raw(id).ok().flatten();
-        let values = values.into_iter().flatten();
-        let values: Vec<_> = values.map(|value| value.to_string_lossy()).collect();
-        values.join(" ")
-    };
-    let args = command.get_arguments();
-    let names = args.filter_map(|arg| Some((arg.get_id().as_str(), arg.get_long()?)));
-    let names: Vec<_> = names.collect();
-    let is_given = |id: &str| {
-        let source = matches
-            .try_contains_id(id)
-            .ok()
-            .and_then(|_| matches.value_source(id));
-        source.is_some_and(|source| source != ValueSource::DefaultValue)
-    };
-    check(command, matches, is_given)?;
-    let given = names.iter().filter(|(id, _)| is_given(id));
-    let is_changed = |arg: &&Arg| {
-        let default = arg.get_default_values();
-        let default: Vec<_> = default
-            .iter()
-            .map(|value| value.to_string_lossy())
-            .collect();
-        let id = arg.get_id().as_str();
-        is_given(id) && value(id) != default.join(" ")
-    };
-    let changed = command.get_arguments().filter(is_changed);
-    let changed = changed.filter_map(|arg| Some(format!("--{}", arg.get_long()?)));
-    let shared = names.iter().filter(|(_, long)| !LOCAL.contains(long));
-    Ok(Flags {
-        values: shared
-            .map(|(id, long)| (format!("--{long}"), value(id)))
-            .collect(),
-        given: given.map(|(_, long)| format!("--{long}")).collect(),
-        changed: changed.collect(),
-        config: effective(command, matches, is_given),
-    })
 }

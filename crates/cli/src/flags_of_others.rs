@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use clap::Command;
 use regex::Regex;
 
-use crate::config_file::find;
+use candle_train_run::find;
 
 /// The flags most typed for transformers' Trainer, TRL, LLaMA-Factory, axolotl, torchtune, unsloth, DeepSpeed and Megatron-LM, which
 /// have another name here or do not exist: in each line names that mean the same, and what a tip says of them. Flags of the same name, and

@@ -12,15 +12,14 @@ use candle_parallel::{Adapter, ModelPart, ParamStore, Pipeline, Schedule};
 use candle_train::hub::resolve_model;
 use candle_train::{ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
 use candle_train_models::{CausalLm, ModelConfig};
+use candle_train_run::{
+    DTypeChoice, GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, real,
+    whole,
+};
 use clap::Parser;
 use jiff::civil::Date;
 
-use crate::adapter_base::{NamedModel, check_base};
 use crate::chat::Conversation;
-use crate::choices::DTypeChoice;
-use crate::generation_config::{GENERATION_FILE, GenerationFile};
-use crate::number::{real, whole};
-use crate::rank_args::RankArgs;
 
 const A_WEEK: Duration = Duration::from_secs(604_800);
 
@@ -129,6 +128,27 @@ impl Model {
 }
 
 impl Generate {
+    /// Flags that would do nothing.
+    pub fn idle(&self) -> Vec<Idle> {
+        let is_narrow = self.dtype != DTypeChoice::F32;
+        let mut idle = Vec::new();
+        if self.temperature == Some(0.0) && self.top_p.is_some() {
+            idle.push(Idle {
+                flag: "top-p",
+                by: &["temperature"],
+                why: "beside --temperature 0, which always takes the most likely token",
+            });
+        }
+        if is_narrow && self.ranks.matmul_precision.is_some() {
+            idle.push(Idle {
+                flag: "matmul-precision",
+                by: &["dtype"],
+                why: "beside --dtype bf16 or f16, and is about products of f32",
+            });
+        }
+        idle
+    }
+
     /// Writes to stdout.
     pub fn run(&self) -> Result<()> {
         let degrees = Degrees {

@@ -8,11 +8,11 @@ use candle_parallel::checkpoint::{
     CheckpointManifest, FileRecord, ParamRecord, checkpoints_in, set_aside_in, size_in_words,
 };
 use candle_train::{Activity, EvalHistory, TrainingRecord, counted};
+use candle_train_run::print_line;
 use clap::Args;
 use jiff::Timestamp;
 
 use crate::inspect_model::{Wanted, inspect_model, lora_in_words};
-use crate::output::print_line;
 
 /// Print what a model is and what training it takes, what an adapter is, what a checkpoint of a run holds, or which checkpoints a folder has
 #[derive(Args, Debug)]

@@ -14,7 +14,7 @@ use candle_parallel::{
 use candle_train::counted;
 use candle_train_models::{CausalLm, ModelConfig};
 
-use crate::output::print_line;
+use candle_train_run::print_line;
 use facts::ModelFacts;
 use memory_table::print_memory;
 

@@ -4,8 +4,7 @@ use std::path::PathBuf;
 
 use candle_launch::WaitNotices;
 use candle_launch::launcher::{LaunchConfig, NodeRange, RendezvousAddress};
-
-use crate::number::whole;
+use candle_train_run::whole;
 
 /// Start the ranks of a run, on this host or on several, and end them together
 #[derive(Debug, clap::Args)]

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 #[global_allocator]
-static ALLOCATOR: candle_train_cli::Allocator = candle_train_cli::ALLOCATOR;
+static ALLOCATOR: candle_train_run::Allocator = candle_train_run::ALLOCATOR;
 
 fn main() -> ExitCode {
     candle_train_cli::candle_train()

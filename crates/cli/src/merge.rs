@@ -11,12 +11,10 @@ use candle_parallel::checkpoint::{
 };
 use candle_train::hub::resolve_model;
 use candle_train::{Activity, ChatTemplate, Tokenizer, counted};
+use candle_train_run::{StorageChoice, base_of, check_base, exit_with, print_line, refuse_adapter};
 use clap::Args;
 
-use crate::adapter_base::{base_of, check_base, refuse_adapter};
-use crate::choices::StorageChoice;
-use crate::config_file::CONFIG_FILE;
-use crate::output::{exit_with, print_line};
+use candle_train_run::CONFIG_FILE;
 
 /// Fold a low-rank adapter into the model that it was trained on
 #[derive(Args, Debug)]

@@ -6,17 +6,13 @@ use candle_core::{Error, Result};
 use candle_train::hub::resolve_tokenizer;
 use candle_train::{Sample, Tokenizer};
 use candle_train_models::ModelConfig;
+use candle_train_run::{
+    DataArgs, DataModel, Idle, NamedModel, SequenceArgs, default_seq_len, print_line, whole,
+};
 use clap::Parser;
 use serde_json::json;
 
-use crate::adapter_base::NamedModel;
-use crate::data_args::{DataArgs, DataModel};
-use crate::defaults::default_seq_len;
-use crate::flags::Flags;
-use crate::number::whole;
-use crate::output::print_line;
 use crate::preview_text::PreviewText;
-use crate::sequence_args::SequenceArgs;
 
 /// Print the first sequences that a run would train on
 #[derive(Parser, Debug)]
@@ -41,8 +37,13 @@ pub struct Preview {
 }
 
 impl Preview {
-    /// Prints the sequences; `flags` tell which were given.
-    pub fn run(&self, flags: &Flags) -> Result<()> {
+    /// Flags that would do nothing.
+    pub fn idle(&self) -> Vec<Idle> {
+        self.sequences.idle()
+    }
+
+    /// Prints the sequences.
+    pub fn run(&self) -> Result<()> {
         // Beside an adapter there is a tokenizer, as a rule.
         let named = match Path::new(&self.model).join("tokenizer.json").is_file() {
             true => self.model.clone(),
@@ -51,10 +52,10 @@ impl Preview {
         let model = resolve_tokenizer(&named)?;
         let tokenizer = Tokenizer::from_dir(&model)?;
         let mut sequences = self.sequences.clone();
-        if !flags.is_given("--seq-len") {
+        if sequences.seq_len.is_none() {
             // A tokenizer may be looked at without a model.
             let config = ModelConfig::from_file(model.join("config.json"));
-            sequences.seq_len = default_seq_len(config.ok().as_ref());
+            sequences.seq_len = Some(default_seq_len(config.ok().as_ref()));
         }
         let of_model = DataModel {
             tokenizer: &tokenizer,

@@ -1,26 +1,28 @@
 //! The program `candle-train`, and programs that are one of its subcommands with other defaults.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use candle_core::{Result, bail};
 use candle_launch::launcher::{RendezvousAddress, become_rank, launch, reach, run_agent};
-use clap::builder::StyledStr;
-use clap::{Command, CommandFactory, FromArgMatches, Parser};
+use candle_train_run::{
+    Finetune, FromCheckpoint, FromScratch, Pretrain, Run, Start, exit_as_rank, exit_with, written,
+};
+use clap::builder::{Resettable, StyledStr};
+use clap::{Arg, Args, Command, CommandFactory, Parser};
+use toml::{Table, Value};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 
 use crate::env::print_env;
 use crate::export::Export;
-use crate::finetune::Finetune;
-use crate::flags::{Flags, parse_command};
+use crate::flags::{Beside, parse_command};
 use crate::generate::Generate;
 use crate::inspect::Inspect;
 use crate::launch::LaunchArgs;
 use crate::merge::Merge;
-use crate::output::{exit_as_rank, exit_with};
 use crate::plot::PlotArgs;
-use crate::pretrain::Pretrain;
 use crate::preview::Preview;
 use crate::schedule::ScheduleCommand;
 use crate::short_help::with_short_help;
@@ -30,8 +32,10 @@ use crate::timeline::TimelineArgs;
 #[derive(Parser)]
 #[command(name = "candle-train", version, propagate_version = true)]
 enum CandleTrain {
+    /// Fine-tune a Hugging Face checkpoint on conversations or text
     #[command(visible_aliases = ["train", "sft"])]
     Finetune(Box<Finetune>),
+    /// Train a small Llama, and its tokenizer, from nothing on text
     Pretrain(Box<Pretrain>),
     Preview(Box<Preview>),
     Merge(Merge),
@@ -69,52 +73,98 @@ enum CandleTrain {
     },
 }
 
-/// A subcommand that trains.
-pub trait TrainingCommand: CommandFactory + FromArgMatches {
-    /// Does what the flags say; `flags` are their names and values, to compare with those of the other ranks. The exit code tells if a
-    /// signal stopped it before the end, or a failure, which has been told.
-    ///
-    /// # Errors
-    /// What keeps the first step from being done.
-    fn run(&self, flags: Flags) -> Result<ExitCode>;
-}
-
-/// What a flag is where it is not given.
-pub struct FlagDefault {
-    /// The flag, without its dashes.
-    pub flag: &'static str,
-    /// Its value.
-    pub value: &'static str,
-    /// What `--help` calls it.
-    pub description: &'static str,
-    /// Another flag, without its dashes, with which this one has its ordinary default.
-    pub unless: Option<&'static str>,
-}
-
 /// The command line of `candle-train`: its subcommands, and their flags with defaults and help.
 pub fn command() -> Command {
-    let command = CandleTrain::command();
-    let of_pretrain = Pretrain::defaults();
     // In their order, which mut_subcommand changes.
-    command.mut_subcommands(|command| match command.get_name() {
-        "finetune" => with_short_help(command),
-        "pretrain" => with_short_help(with_defaults(command, &of_pretrain)),
+    CandleTrain::command().mut_subcommands(|command| match command.get_name() {
+        "finetune" => training_command::<FromCheckpoint>(command, &Table::new()),
+        "pretrain" => training_command::<FromScratch>(command, &Table::new()),
         _ => command,
     })
 }
 
+/// The command of a training run, whose flags in `defaults` need not be given.
+fn training_command<S: Start>(command: Command, defaults: &Table) -> Command {
+    let config = Arg::new("config")
+        .long("config")
+        .value_name("FILE")
+        .help_heading(None::<&str>)
+        .help("Take flags from this TOML file, such as the candle_train.toml of a trained model [default: none]")
+        .long_help(
+            "Take flags from this TOML file, such as the candle_train.toml of a trained model [default: none]\n\n\
+             A line is `lr = 1e-4` or `no-shuffle = true`, in a section such as [optimizer] or in none. Flags of the command line win.",
+        );
+    let mut all = S::defaults();
+    all.extend(defaults.clone());
+    let command = command.arg(config).mut_args(|arg| {
+        let value = arg.get_long().and_then(|name| all.get(name));
+        match (arg.get_long(), value) {
+            (_, Some(value)) => with_default(arg, value),
+            (Some("model" | "data"), None) => arg.default_value(Resettable::Reset).required(true),
+            _ => arg,
+        }
+    });
+    with_short_help(command)
+}
+
+/// The flag, whose help names this default in place of the ordinary one.
+fn with_default(arg: Arg, value: &Value) -> Arg {
+    let value = match value {
+        Value::String(text) => text.clone(),
+        Value::Array(values) => {
+            let values = values.iter().filter_map(Value::as_str);
+            values.collect::<Vec<_>>().join(" ")
+        }
+        Value::Float(number) => written(*number),
+        value => value.to_string(),
+    };
+    let with_default = |help: &StyledStr| {
+        let help = help.to_string();
+        let (first, more) = help.split_once("\n\n").unwrap_or((&help, ""));
+        let first = first.split(" [default: ").next().unwrap_or_default();
+        let first = format!("{first} [default: {value}]");
+        match more {
+            "" => first,
+            more => format!("{first}\n\n{more}"),
+        }
+    };
+    let short = arg.get_help().map(with_default).unwrap_or_default();
+    let long = arg.get_long_help().map(with_default);
+    let arg = match long {
+        Some(long) => arg.help(short).long_help(long),
+        None => arg.help(short),
+    };
+    arg.hide_default_value(true)
+}
+
+/// What a command takes beside its command line.
+fn beside(command: &str) -> Beside {
+    let (sections, defaults) = match command {
+        FromCheckpoint::COMMAND => (Finetune::sections(), FromCheckpoint::defaults()),
+        FromScratch::COMMAND => (Pretrain::sections(), FromScratch::defaults()),
+        _ => (Vec::new(), Table::new()),
+    };
+    Beside {
+        sections,
+        defaults_of_any_model: defaults.clone(),
+        defaults,
+    }
+}
+
 /// Runs `candle-train` with the arguments of this process.
 pub fn candle_train() -> ExitCode {
-    let of_pretrain = Pretrain::defaults();
-    let is_pretrain = std::env::args_os()
-        .nth(1)
-        .is_some_and(|word| word == "pretrain");
-    let defaults = if is_pretrain { &of_pretrain[..] } else { &[] };
-    let (command, flags) = parse_command::<CandleTrain>(command(), defaults);
+    let idle = |command: &CandleTrain| match command {
+        CandleTrain::Finetune(run) => run.idle(),
+        CandleTrain::Pretrain(run) => run.idle(),
+        CandleTrain::Preview(args) => args.idle(),
+        CandleTrain::Generate(args) => args.idle(),
+        _ => Vec::new(),
+    };
+    let (command, file) = parse_command(command(), beside, idle);
     match command {
-        CandleTrain::Finetune(args) => train(&*args, flags),
-        CandleTrain::Pretrain(args) => train(&*args, flags),
-        CandleTrain::Preview(args) => exit_with(log_to_stderr().and_then(|()| args.run(&flags))),
+        CandleTrain::Finetune(run) => train(*run, file),
+        CandleTrain::Pretrain(run) => train(*run, file),
+        CandleTrain::Preview(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Merge(args) => args.run(),
         CandleTrain::Generate(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Launch(args) => launch(&(*args).into()),
@@ -142,52 +192,36 @@ pub fn candle_train() -> ExitCode {
     }
 }
 
-/// Runs a program that is a subcommand of `candle-train` under another name, whose flags in `defaults` need not be given.
-pub fn run_with_defaults<T: TrainingCommand>(
-    name: &'static str,
-    defaults: &[FlagDefault],
-) -> ExitCode {
-    let command = with_defaults(T::command().name(name), defaults);
-    let (args, flags) = parse_command::<T>(with_short_help(command), defaults);
-    train(&args, flags)
-}
-
-/// As [`crate::parse`], where the flags in `defaults` have these defaults.
-pub fn parse_with_defaults<T: CommandFactory + FromArgMatches>(
-    defaults: &[FlagDefault],
-) -> (T, Flags) {
-    parse_command(with_defaults(T::command(), defaults), defaults)
-}
-
-fn with_defaults(command: Command, defaults: &[FlagDefault]) -> Command {
-    defaults.iter().fold(command, |command, default| {
-        // The id of an argument is the name of its field.
-        command.mut_arg(default.flag.replace('-', "_"), |arg| {
-            // Help may name the ordinary default.
-            let with_default = |help: &StyledStr| {
-                let help = help.to_string();
-                let (first, more) = help.split_once("\n\n").unwrap_or((&help, ""));
-                let first = first.split(" [default: ").next().unwrap_or_default();
-                let first = format!("{first} [default: {}]", default.description);
-                match more {
-                    "" => first,
-                    more => format!("{first}\n\n{more}"),
-                }
-            };
-            let short = arg.get_help().map(with_default).unwrap_or_default();
-            let long = arg.get_long_help().map(with_default);
-            let arg = match long {
-                Some(long) => arg.help(short).long_help(long),
-                None => arg.help(short),
-            };
-            let arg = arg.hide_default_value(true);
-            match default.unless {
-                None => arg.required(false).default_value(default.value),
-                // What else is given is known when the words are.
-                Some(_) => arg,
+/// A program that is `candle-train finetune` or `pretrain` under another name, where `run` says what its flags are that are not given. Where
+/// `--model` is given, only what `run` says of the data holds.
+pub fn run_with_flags<S: Start>(name: &'static str, run: &Run<S>) -> ExitCode {
+    let changed = run.changed().map(|table| {
+        let data = table.get("data").cloned().unwrap_or(Table::new().into());
+        (table, Table::from_iter([("data".to_string(), data)]))
+    });
+    let (all, of_data) = match changed {
+        Ok(tables) => tables,
+        Err(err) => return exit_with(Err(err)),
+    };
+    let with_own = |table: &Table| {
+        let mut flags = S::defaults();
+        for (key, value) in table {
+            match value {
+                Value::Table(section) => flags.extend(section.clone()),
+                value => drop(flags.insert(key.clone(), value.clone())),
             }
-        })
-    })
+        }
+        flags
+    };
+    let command =
+        training_command::<S>(Run::<S>::augment_args(Command::new(name)), &with_own(&all));
+    let beside = |_: &str| Beside {
+        sections: Run::<S>::sections(),
+        defaults: with_own(&all),
+        defaults_of_any_model: with_own(&of_data),
+    };
+    let (run, file) = parse_command(command, beside, Run::<S>::idle);
+    train(run, file)
 }
 
 /// Shows events of level INFO and above, or those that `RUST_LOG` names.
@@ -206,6 +240,7 @@ fn log_to_stderr() -> Result<()> {
     Ok(())
 }
 
-fn train(command: &impl TrainingCommand, flags: Flags) -> ExitCode {
-    exit_as_rank(log_to_stderr().and_then(|()| command.run(flags)), false)
+fn train<S: Start>(run: Run<S>, file: Option<PathBuf>) -> ExitCode {
+    let run = run.with_file(file);
+    exit_as_rank(log_to_stderr().and_then(|()| run.train_as_rank()), false)
 }

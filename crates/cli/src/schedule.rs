@@ -7,10 +7,8 @@ use std::str::FromStr;
 use candle_core::{Error, Result};
 use candle_parallel::{PipelineLayout, Plan, Schedule, Simulation, StageTimes, Times};
 use candle_train::counted;
+use candle_train_run::{ScheduleArgs, comma_list, print_line, whole};
 
-use crate::number::whole;
-use crate::output::print_line;
-use crate::pipeline_args::{ScheduleArgs, comma_list};
 use crate::timeline::draw_schedule;
 
 /// Print or draw what the ranks of a pipeline do in a step, and how long they wait; or check a schedule of one's own

@@ -4,7 +4,9 @@ use std::ffi::{OsStr, OsString};
 
 use clap::{Arg, Command};
 
-use crate::config_file::{find, meant};
+use candle_train_run::find;
+
+use crate::flags::meant;
 
 /// A command line as clap knows it.
 #[derive(Debug, PartialEq)]

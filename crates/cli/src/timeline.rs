@@ -11,8 +11,8 @@ use candle_core::Result;
 use candle_parallel::{Instruction, Plan, Simulation};
 
 use crate::picture::Drawing;
-use crate::pipeline_args::comma_list;
 use crate::schedule::micro_batches;
+use candle_train_run::comma_list;
 use chart::Chart;
 use style::Category;
 use trace_file::{Event, Rank, TraceFile};

@@ -8,8 +8,8 @@ fn the_bundled_model_and_texts_are_the_defaults_and_may_be_replaced() {
     let finetune = finetune.flag("--sample-tokens", 1);
     let help = finetune.clone().switch("--help").succeeds().stdout;
     for default in [
-        "[default: the bundled model]",
-        "[default: the bundled text]",
+        "shakespeare-llama]",
+        "alice.txt]",
     ] {
         assert!(help.contains(default), "{default} is not in {help}");
     }
@@ -54,6 +54,6 @@ fn the_bundled_model_and_texts_are_the_defaults_and_may_be_replaced() {
         .flag("--prompt", "a");
     missing.run().assert_error(&["no/such/model"]);
     let help = example("pretrain_llama").switch("--help").succeeds().stdout;
-    let default = "[default: the bundled plays of Shakespeare]";
+    let default = "tinyshakespeare.txt]";
     assert!(help.contains(default), "{default} is not in {help}");
 }

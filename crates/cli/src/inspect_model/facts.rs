@@ -8,9 +8,8 @@ use candle_core::{Error, Result};
 use candle_parallel::checkpoint::{Checkpoint, TensorEntry, read_text_file, size_in_words};
 use candle_train::{ChatTemplate, Tokenizer, counted};
 use candle_train_models::ModelConfig;
+use candle_train_run::print_line;
 use serde_json::Value;
-
-use crate::output::print_line;
 
 /// What facts are called, and what they are.
 pub(super) struct ModelFacts(Vec<(&'static str, String)>);

@@ -9,7 +9,7 @@ use candle_train::memory_in_words;
 use candle_train_models::{CausalLm, ModelConfig};
 
 use super::facts::parameters_of;
-use crate::output::print_line;
+use candle_train_run::print_line;
 
 /// Tokens of a micro-batch, or the model's context if that is shorter.
 const NUM_TOKENS: usize = 2048;

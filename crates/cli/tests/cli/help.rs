@@ -214,7 +214,7 @@ fn finetune_explains_its_flags() {
         &["PATH[:WEIGHT]", "hub://datasets", "messages"],
     );
     for (flag, default) in [
-        ("--lr", "2e-5"),
+        ("--lr", "2e-5, of adapters 2e-4"),
         ("--weight-decay", "0.01"),
         ("--micro-batch-size", "1"),
     ] {
@@ -264,7 +264,7 @@ fn pretrain_explains_its_flags() {
         assert_says(&help, flag, parts);
     }
     for (flag, default) in [
-        ("--lr", "1e-3"),
+        ("--lr", "0.001"),
         ("--weight-decay", "0.1"),
         ("--seq-len", "128"),
     ] {
@@ -299,7 +299,7 @@ fn a_short_help_has_the_flags_of_a_first_run_and_an_example() {
             "candle-train",
             "--help has all flags",
             "--epochs",
-            "[default: 2e-5]",
+            "[default: 2e-5, of",
         ] {
             assert!(
                 said.contains(part) || subcommand == "pretrain",

@@ -1,5 +1,6 @@
 //! Where an optimizer's state and masters are between updates.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -18,6 +19,16 @@ pub enum Offload {
     /// In a file of this folder, one for each rank, which vanishes with its process. At most two buckets are in memory: the one that
     /// is updated, and the one before or after it, which is written or read meanwhile (arXiv:2104.07857).
     Nvme(PathBuf),
+}
+
+impl fmt::Display for Offload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Host => f.write_str("optimizer"),
+            Self::Nvme(dir) => write!(f, "nvme:{}", dir.display()),
+        }
+    }
 }
 
 impl FromStr for Offload {

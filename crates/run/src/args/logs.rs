@@ -1,0 +1,158 @@
+//! Flags about what is written of the steps and evaluations.
+
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use candle_comm::message_of;
+use candle_core::{Result, bail};
+use candle_train::{Metrics, MetricsLine, TensorBoard};
+use clap::Args;
+use serde::Serialize;
+
+use crate::args::trace::TraceArgs;
+use crate::flags::default_of;
+
+/// Where the numbers of the steps go.
+#[derive(Args, Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LogArgs {
+    /// Write one JSON object per step to this file, as candle-train plot draws them [default: none]
+    ///
+    /// Its fields are step, loss, grad_norm, learning_rate, loss_scale, skipped_steps, padding (the fraction of positions without a token), num_tokens, tokens_per_sec, step_secs, gflops_per_sec (what the model needs for the tokens), mfu (that over what the GPUs can do, where it is known), memory (bytes that rank 0 holds, now and at their peak), global_step (step counts from 0, this from 1, as the lines and the names of checkpoints do), epoch, num_positions (num_tokens are those of them with loss), positions_per_sec, run (which tells runs apart). An evaluation adds an object with step, eval_loss, eval_perplexity, eval_accuracy, eval_num_tokens, eval_secs, global_step, epoch, run. A run that is resumed continues its file; that of another run is refused, or with --overwrite replaced.
+    #[arg(long, value_name = "FILE")]
+    pub metrics: Option<PathBuf>,
+    /// Write the same as curves for TensorBoard, to a new event file in this folder; a run that is resumed continues its curves, and no other
+    /// one may write there at the same time [default: none]
+    #[arg(long, value_name = "DIR")]
+    pub tensorboard: Option<PathBuf>,
+    /// The timeline.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub trace: TraceArgs,
+}
+
+impl Default for LogArgs {
+    fn default() -> Self {
+        default_of()
+    }
+}
+
+/// Whose metrics are written.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MetricsOf<'a> {
+    pub run: &'a str,
+    /// Whether it goes on from a checkpoint.
+    pub is_resumed: bool,
+    /// Whether those of another run may go.
+    pub overwrites: bool,
+}
+
+impl MetricsOf<'_> {
+    /// Opens the file for a run whose next step this is.
+    fn open(self, path: &Path, step: usize) -> Result<Metrics> {
+        // An earlier version wrote no names.
+        let is_other = |other: String| other != self.run && !(self.is_resumed && other.is_empty());
+        match self.overwrites && Metrics::run_of(path)?.is_some_and(is_other) {
+            true => Metrics::replace(path, self.run),
+            false if self.is_resumed => Metrics::resume(path, self.run, step),
+            false => Metrics::create(path, self.run),
+        }
+    }
+}
+
+type Log = Box<dyn FnMut(&MetricsLine) -> Result<()>>;
+
+/// What the steps are written to, by name.
+pub(crate) struct StepLogs(Vec<(&'static str, Log)>);
+
+impl LogArgs {
+    /// An error if something is to be written into the folder `output`, where the trained model will be.
+    pub(crate) fn check_places(&self, output: &Path) -> Result<()> {
+        for (what, path) in [
+            ("metrics file", &self.metrics),
+            ("TensorBoard folder", &self.tensorboard),
+            ("trace", &self.trace.trace),
+        ] {
+            let Some(path) = path else { continue };
+            let dir = path.parent().and_then(|dir| dir.canonicalize().ok());
+            let absolute = std::path::absolute(path).ok();
+            let mut places = dir.iter().chain(&absolute);
+            if places.any(|path| path.starts_with(output)) {
+                bail!(
+                    "the {what} {} is in the output folder {}, which the trained model replaces as a whole\nhint: put it beside \
+                     the folder",
+                    path.display(),
+                    output.display()
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks what can be checked without changing anything, for a run that goes on at `step`, if it does; `output` is where the trained
+    /// model will be, without links.
+    pub(crate) fn check(
+        &self,
+        output: &Path,
+        (step, num_steps): (Option<usize>, usize),
+        of: MetricsOf,
+    ) -> Result<()> {
+        self.check_places(output)?;
+        if let Some(dir) = &self.tensorboard
+            && dir.exists()
+        {
+            if !dir.is_dir() {
+                bail!("--tensorboard {} is no folder", dir.display());
+            }
+            TensorBoard::lock(dir)?;
+        }
+        self.trace.check(num_steps)?;
+        // A pipe is opened once, to be written to: who reads it leaves when it is closed.
+        let is_pipe = |path: &&PathBuf| {
+            let metadata = std::fs::metadata(path);
+            metadata.is_ok_and(|metadata| metadata.file_type().is_fifo())
+        };
+        let mut files = self.metrics.iter().filter(|path| !is_pipe(path));
+        files.try_for_each(|path| of.open(path, step.unwrap_or(0)).map(drop))
+    }
+
+    /// The run whose metrics the file has, if there is one.
+    pub(crate) fn run_of_metrics(&self) -> Result<Option<String>> {
+        self.metrics.as_ref().map_or(Ok(None), Metrics::run_of)
+    }
+
+    /// Opens them for a run that begins, or goes on at a step.
+    pub(crate) fn open(&self, resumed_at: Option<usize>, of: MetricsOf) -> Result<StepLogs> {
+        let mut logs: Vec<(&str, Log)> = Vec::new();
+        if let Some(path) = &self.metrics {
+            let mut metrics = of.open(path, resumed_at.unwrap_or(0))?;
+            if let (Some(next), Some(step)) = (metrics.next_step(), resumed_at)
+                && next < step
+            {
+                eprintln!(
+                    "warning: the metrics file {} ends after step {next} of the {step} that are done: it lacks the others",
+                    path.display()
+                );
+            }
+            logs.push(("metrics", Box::new(move |line| metrics.log(line.clone()))));
+        }
+        if let Some(dir) = &self.tensorboard {
+            let mut events = TensorBoard::create(dir, resumed_at.unwrap_or(0))?;
+            logs.push(("curves", Box::new(move |line| events.log(line))));
+        }
+        Ok(StepLogs(logs))
+    }
+}
+
+impl StepLogs {
+    /// Writes a line. What cannot be written is told to `warn` and given up: what was trained is worth more than a line about it.
+    pub fn log(&mut self, line: &MetricsLine, mut warn: impl FnMut(&str)) {
+        self.0.retain_mut(|(name, log)| match log(line) {
+            Ok(()) => true,
+            Err(err) => {
+                warn(&format!("warning: no more {name}: {}", message_of(&err)));
+                false
+            }
+        });
+    }
+}

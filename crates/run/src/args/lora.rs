@@ -1,0 +1,196 @@
+//! Flags about low-rank adapters.
+
+use std::ops::Bound::{Excluded, Unbounded};
+use std::path::{Path, PathBuf};
+
+use candle_core::{Result, bail};
+use candle_parallel::{Adapter, LoraConfig, LoraTargets, ParamStore, Parameters};
+use candle_train::{TrainingRecord, counted};
+use clap::Args;
+use serde::Serialize;
+
+use crate::adapter_base::check_base;
+use crate::args::choices::BaseChoice;
+use crate::args::number::{real, whole};
+use crate::record::digest_of_weights;
+
+/// What is trained beside weights that stay as they are.
+#[derive(Args, Clone, Debug, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LoraArgs {
+    /// Train low-rank adapters of this rank (LoRA), such as 16, and no other weight [default: train the weights]
+    ///
+    /// --output gets the adapter, which peft loads and candle-train merge folds into the model; --lr is 2e-4 by default then.
+    #[arg(long, value_name = "RANK", value_parser = whole::<usize>(1..), conflicts_with_all = ["adapter", "freeze"])]
+    pub lora_rank: Option<usize>,
+    /// The adapters' product is multiplied by ALPHA / rank [default: 16]
+    #[arg(long, value_name = "ALPHA", value_parser = real((Excluded(0.0), Unbounded)), conflicts_with = "adapter")]
+    pub lora_alpha: Option<f64>,
+    /// Probability with which a feature of an adapter's input is dropped in training [default: 0]
+    #[arg(long, value_name = "PROBABILITY", value_parser = real(0.0..1.0), conflicts_with = "adapter")]
+    pub lora_dropout: Option<f64>,
+    /// Linear layers that get adapters, such as q_proj,v_proj, or all-linear: all but the head [default: all-linear]
+    #[arg(
+        long,
+        value_name = "NAMES",
+        value_delimiter = ',',
+        conflicts_with = "adapter"
+    )]
+    pub lora_targets: Vec<String>,
+    /// Multiply the product by ALPHA / √rank instead (rsLoRA)
+    #[arg(long, conflicts_with = "adapter")]
+    pub rslora: bool,
+    /// Form of the weights beside adapters; q4k (QLoRA) takes the least memory [default: --dtype]
+    ///
+    /// It is a number's type, or blocks of 8.5 (q8_0) or 4.5 bits a value (q4k), which are unpacked where they are used; embedding and head are
+    /// in bf16 then. Needs --lora-rank or --adapter.
+    #[arg(long, ignore_case = true, value_name = "FORM")]
+    pub base_dtype: Option<BaseChoice>,
+    /// Go on training the adapter in this folder, with its own rank, alpha, dropout and layers [default: none]
+    #[arg(long, value_name = "DIR", conflicts_with = "freeze")]
+    pub adapter: Option<PathBuf>,
+}
+
+const ALL_LINEAR: &str = "all-linear";
+
+impl LoraArgs {
+    /// Whether adapters are trained.
+    pub fn is_given(&self) -> bool {
+        self.lora_rank.is_some() || self.adapter.is_some()
+    }
+
+    /// An error if a flag is given without that which it belongs to.
+    pub fn validate(&self) -> Result<()> {
+        let details = [
+            ("--lora-alpha", self.lora_alpha.is_some()),
+            ("--lora-dropout", self.lora_dropout.is_some()),
+            ("--lora-targets", !self.lora_targets.is_empty()),
+            ("--rslora", self.rslora),
+        ];
+        let detail = details.iter().find(|(_, is_given)| *is_given);
+        if let (Some((flag, _)), None) = (detail, self.lora_rank) {
+            bail!(
+                "{flag} is given without --lora-rank, so that no adapters are made\nhint: give --lora-rank too, such as 16"
+            );
+        }
+        if self.base_dtype.is_some() && !self.is_given() {
+            bail!(
+                "--base-dtype is given without adapters, so that there is no base\nhint: give --lora-rank too, or --dtype instead"
+            );
+        }
+        Ok(())
+    }
+
+    /// An error if there is no adapter to go on with, or one of another type of model; what to warn of. `model` is what `--model` says, and
+    /// its folder.
+    pub fn check(&self, model: Option<(&str, &Path)>) -> Result<Option<String>> {
+        match (&self.adapter, model) {
+            (Some(dir), Some((model, model_dir))) => check_base(dir, model, model_dir),
+            _ => Ok(None),
+        }
+    }
+
+    /// The store with the adapters that these flags ask for; `base_model` is what `--model` says.
+    pub fn apply(
+        &self,
+        store: ParamStore,
+        seed: u64,
+        base_model: Option<&str>,
+    ) -> Result<ParamStore> {
+        let base_model = base_model.map(|model| match Path::new(model).is_dir() {
+            true => model.to_string(),
+            // The revision is no part of a repository's name.
+            false => model.split('@').next().unwrap_or_default().to_string(),
+        });
+        let store = match self.base_dtype {
+            None => store,
+            Some(format) => store.with_frozen_format(format.into()),
+        };
+        if let Some(dir) = &self.adapter {
+            let adapter = Adapter::open(dir)?.with_seed(seed);
+            return store.with_adapter(adapter.with_base_model(base_model));
+        }
+        let Some(rank) = self.lora_rank else {
+            return Ok(store);
+        };
+        let default = LoraConfig::default();
+        let names = self.lora_targets.iter().map(|name| name.trim().to_string());
+        let names: Vec<String> = names.collect();
+        store.with_lora(LoraConfig {
+            rank,
+            alpha: self.lora_alpha.unwrap_or(default.alpha),
+            dropout: self.lora_dropout.unwrap_or(default.dropout),
+            targets: match names.as_slice() {
+                [] => default.targets,
+                [name] if name == ALL_LINEAR => LoraTargets::AllLinear,
+                _ => LoraTargets::Names(names),
+            },
+            use_rslora: self.rslora,
+            seed,
+            base_model,
+        })
+    }
+
+    /// Notes what of them decides the weights.
+    pub fn add_to(&self, record: &mut TrainingRecord) -> Result<()> {
+        if let Some(dir) = &self.adapter {
+            let digest = digest_of_weights(dir)?;
+            record
+                .model
+                .insert("the weights of --adapter".into(), digest.into());
+            let adapter = Adapter::open(dir)?;
+            let LoraConfig {
+                rank,
+                alpha,
+                dropout,
+                use_rslora,
+                ..
+            } = adapter.config();
+            let own = format!("rank {rank}, alpha {alpha}, dropout {dropout}, rsLoRA {use_rslora}");
+            record
+                .model
+                .insert("the configuration of --adapter".into(), own.into());
+        }
+        if let Some(format) = self.base_dtype {
+            let format = format!("{format:?}").to_lowercase();
+            record.settings.insert("--base-dtype".into(), format);
+        }
+        let Some(rank) = self.lora_rank else {
+            return Ok(());
+        };
+        let default = LoraConfig::default();
+        let targets = match self.lora_targets.as_slice() {
+            [] => ALL_LINEAR.to_string(),
+            names => names.join(","),
+        };
+        let settings = [
+            ("--lora-rank", rank.to_string()),
+            (
+                "--lora-alpha",
+                self.lora_alpha.unwrap_or(default.alpha).to_string(),
+            ),
+            (
+                "--lora-dropout",
+                self.lora_dropout.unwrap_or(default.dropout).to_string(),
+            ),
+            ("--lora-targets", targets),
+            ("--rslora", self.rslora.to_string()),
+        ];
+        let settings = settings.map(|(name, value)| (name.to_string(), value));
+        record.settings.extend(settings);
+        Ok(())
+    }
+}
+
+/// What the adapters of a model are, in words; empty if it has none.
+pub(crate) fn adapters_in_words(params: &Parameters) -> String {
+    let of_lora = |lora: &LoraConfig| {
+        format!(
+            ", adapters of rank {} and scale {} beside {}",
+            lora.rank,
+            (lora.scale() * 1e4).round() / 1e4,
+            counted(params.adapted_layers().len(), "layer")
+        )
+    };
+    params.lora().map_or(String::new(), of_lora)
+}

@@ -1,0 +1,68 @@
+//! Flags about the folder of the trained model.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::DType;
+use candle_parallel::checkpoint::HfSave;
+use clap::Args;
+use serde::Serialize;
+
+use crate::args::choices::StorageChoice;
+use crate::flags::default_of;
+
+/// What happens where the trained model should go and something is there, or nothing can be written.
+#[derive(Args, Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct OutputArgs {
+    /// Folder for the trained model, or for the adapter
+    #[arg(
+        long,
+        visible_alias = "output-dir",
+        default_value = "finetuned",
+        value_name = "DIR",
+        help_heading = None
+    )]
+    pub output: PathBuf,
+    /// Type of the saved weights [default: each tensor's own in the input checkpoint]
+    #[arg(long, ignore_case = true)]
+    pub save_dtype: Option<StorageChoice>,
+    /// Replace a model in the folder of --output
+    ///
+    /// Without this, only one that an earlier run of the same command has made is replaced; the input model and folders with other files never
+    /// are.
+    #[arg(long)]
+    pub overwrite: bool,
+    /// Where the model goes, to a new folder, if it cannot be saved to that of --output [default: beside the folder of the checkpoints if there is one, else beside that]
+    #[arg(long, value_name = "DIR")]
+    pub rescue_dir: Option<PathBuf>,
+}
+
+impl Default for OutputArgs {
+    fn default() -> Self {
+        default_of()
+    }
+}
+
+impl OutputArgs {
+    /// Type of the saved weights, if not each tensor's own.
+    pub fn dtype(&self) -> Option<DType> {
+        self.save_dtype.map(Into::into)
+    }
+
+    /// A save with these files beside the weights; `checkpoints` is the folder of the run's checkpoints.
+    pub(crate) fn hf_save(
+        &self,
+        checkpoints: Option<&Path>,
+        sidecars: Vec<(String, Vec<u8>)>,
+    ) -> HfSave {
+        let output = self.output.as_path();
+        let beside = checkpoints.unwrap_or(output);
+        let beside = || beside.parent().unwrap_or(beside).to_path_buf();
+        HfSave {
+            dtype: self.dtype(),
+            overwrite: self.overwrite,
+            rescue_dir: Some(self.rescue_dir.clone().unwrap_or_else(beside)),
+            ..HfSave::new(output, sidecars)
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! A run that begins with a checkpoint: `candle-train finetune`.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::{Error, Result, bail};
+use candle_parallel::checkpoint::sidecar_files;
+use candle_train::Tokenizer;
+use candle_train::hub::resolve_model;
+use candle_train_models::{Family, ModelConfig};
+use clap::Args;
+use serde::{Serialize, Serializer};
+use serde_json::Value;
+use toml::Table;
+
+use crate::adapter_base::refuse_adapter;
+use crate::args::data::DataModel;
+use crate::args::lora::LoraArgs;
+use crate::run::{Run, Start};
+use crate::stop::Stop;
+use crate::training_run::{InitialWeights, TrainingRun};
+
+/// A run that trains a Hugging Face checkpoint, or adapters beside it, on conversations or text.
+pub type Finetune = Run<FromCheckpoint>;
+
+/// The weights of a checkpoint.
+#[derive(Args, Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct FromCheckpoint {
+    /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub
+    #[arg(long, default_value = "", hide_default_value = true, value_name = "DIR|REPO", long_help = model_help())]
+    pub model: String,
+    /// Lengthen the model's context to so many times its original one, such as yarn:4: YaRN's rotary frequencies, which the output's config.json names too
+    #[arg(long, value_name = "yarn:FACTOR", value_parser = yarn_factor)]
+    #[serde(serialize_with = "yarn")]
+    pub rope_scaling: Option<f64>,
+    /// What is trained beside them, if not these weights themselves.
+    #[command(flatten, next_help_heading = "Adapters")]
+    pub adapters: LoraArgs,
+}
+
+/// The factor of `yarn:FACTOR`.
+fn yarn_factor(text: &str) -> std::result::Result<f64, String> {
+    let factor = text.strip_prefix("yarn:").and_then(|it| it.parse().ok());
+    factor
+        .filter(|factor: &f64| factor.is_finite() && *factor > 1.0)
+        .ok_or_else(|| "expected yarn:FACTOR with a factor above 1, such as yarn:4".to_string())
+}
+
+/// `yarn:FACTOR`
+fn yarn<S: Serializer>(
+    factor: &Option<f64>,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    match factor {
+        Some(factor) => serializer.collect_str(&format_args!("yarn:{factor}")),
+        None => serializer.serialize_none(),
+    }
+}
+
+fn model_help() -> String {
+    format!(
+        "Checkpoint folder, or org/name[@revision] on the Hugging Face hub. Families: {}",
+        Family::names()
+    )
+}
+
+impl Start for FromCheckpoint {
+    const COMMAND: &'static str = "finetune";
+
+    fn defaults() -> Table {
+        Table::new()
+    }
+
+    fn shared(&self) -> Self {
+        let mut shared = self.clone();
+        shared.model = String::new();
+        shared.adapters.adapter = None;
+        shared
+    }
+
+    fn prepare(run: &Finetune, stop: Stop) -> Result<TrainingRun> {
+        let FromCheckpoint {
+            model: named,
+            adapters,
+            ..
+        } = &run.start;
+        let mut training = run.training.clone();
+        training.validate()?;
+        adapters.validate()?;
+        run.data.validate(&training.evaluation)?;
+        let ranks = training.run_config_with_defaults()?;
+        refuse_adapter(named)?;
+        let model = resolve_model(named)?;
+        let mut sidecars = sidecar_files(&model)?;
+        let config = run.start.config(&model, &mut sidecars)?;
+        let taken = training.fill((&config, adapters.is_given()), &ranks);
+        training.validate_filled()?;
+        let seq_len = training.batches.sequences.seq_len();
+        let original = config.original_context().filter(|_| !adapters.is_given());
+        let longer = original.map(|original| {
+            let factor = seq_len.div_ceil(original).max(2);
+            format!(", or --rope-scaling yarn:{factor} for a model of longer texts")
+        });
+        training.check_model(&config, &longer.unwrap_or_default())?;
+        let tokenizer = Tokenizer::from_dir(&model)?;
+        run.samples.check(&tokenizer, &config)?;
+        let weights = InitialWeights::Checkpoint(model.clone());
+        weights.check(&config, &training, adapters)?;
+        let adapter = adapters.adapter.as_deref();
+        let mut inputs: Vec<PathBuf> = vec![model.clone()];
+        inputs.extend(adapters.adapter.clone());
+        training.check_folders(inputs.clone(), &ranks)?;
+        let of_model = DataModel {
+            tokenizer: &tokenizer,
+            dir: Some(&model),
+            adapter,
+        };
+        let data = run.data.read(of_model, (&training, &ranks))?;
+        inputs.extend(data.inputs.iter().cloned());
+        Ok(TrainingRun {
+            taken,
+            samples: run.samples.clone(),
+            stop,
+            tokenizer,
+            title: format!(
+                "{} on {}{}",
+                model.display(),
+                run.data,
+                run.start.longer(&config)
+            ),
+            sidecars,
+            inputs,
+            data,
+            lora: adapters.clone(),
+            base_model: Some(named.clone()),
+            config,
+            initial_weights: weights,
+            again: run.to_repeat(&training)?,
+            shared: run.shared()?,
+            file: run.file.clone(),
+            is_date_given: run.data.date.is_some(),
+            training,
+            ranks,
+        })
+    }
+}
+
+impl FromCheckpoint {
+    /// The model's configuration; one with other frequencies takes the place of its own among `sidecars`.
+    fn config(&self, model: &Path, sidecars: &mut [(String, Vec<u8>)]) -> Result<ModelConfig> {
+        let path = model.join("config.json");
+        let config = ModelConfig::from_file(&path)?;
+        let Some(factor) = self.rope_scaling else {
+            return Ok(config);
+        };
+        let file = sidecars.iter_mut().find(|(name, _)| name == "config.json");
+        let Some((_, file)) = file else {
+            bail!("{} has gone while it was read", path.display());
+        };
+        let context =
+            |err: Error| err.context(format!("--rope-scaling yarn:{factor}, {}", path.display()));
+        let text =
+            ModelConfig::json_with_yarn(&String::from_utf8_lossy(file), factor).map_err(context)?;
+        let config = ModelConfig::from_json(&text).map_err(context)?;
+        if self.adapters.is_given() {
+            let fields: Value = serde_json::from_str(&text).map_err(Error::wrap)?;
+            bail!(
+                "--rope-scaling changes the model's config.json, which is not part of an adapter: it would be applied to a model with other frequencies\nhint: copy the model and change the config.json of the copy, which --model is then: \"max_position_embeddings\": {}, \"rope_scaling\": {}",
+                fields["max_position_embeddings"],
+                fields["rope_scaling"]
+            );
+        }
+        *file = text.into_bytes();
+        let tokenizer = sidecars
+            .iter_mut()
+            .find(|(name, _)| name == "tokenizer_config.json");
+        if let Some((_, file)) = tokenizer
+            && let Ok(mut fields) = serde_json::from_slice::<Value>(file)
+            && fields["model_max_length"]
+                .as_f64()
+                .is_some_and(|most| most < config.max_seq_len() as f64)
+        {
+            fields["model_max_length"] = config.max_seq_len().into();
+            *file = serde_json::to_vec_pretty(&fields).map_err(Error::wrap)?;
+        }
+        Ok(config)
+    }
+
+    /// How its context is lengthened, in words.
+    fn longer(&self, config: &ModelConfig) -> String {
+        match (self.rope_scaling, config.original_context()) {
+            (Some(_), Some(original)) => format!(
+                ", its context lengthened from {original} to {} tokens by YaRN",
+                config.max_seq_len()
+            ),
+            _ => String::new(),
+        }
+    }
+}

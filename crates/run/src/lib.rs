@@ -1,0 +1,67 @@
+//! A run as a value: what it is made of, as flags, as TOML and as a struct, and what it does.
+#![deny(unsafe_code)]
+
+mod adapter_base;
+mod allocator;
+mod announcement;
+mod args;
+mod best_weights;
+mod builder;
+mod counting_allocator;
+mod defaults;
+mod end;
+mod finetune;
+mod fingerprint;
+mod fit;
+mod flags;
+mod generation_config;
+mod idle;
+mod name;
+mod output;
+mod parameter_server;
+mod pretrain;
+mod record;
+mod resuming;
+mod run;
+mod saving;
+mod stop;
+mod training_run;
+mod without_effect;
+
+pub use adapter_base::{NamedModel, base_of, check_base, is_adapter, refuse_adapter};
+pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory};
+pub use args::checkpoints::CheckpointArgs;
+pub use args::choices::{
+    BaseChoice, DTypeChoice, LrScheduleChoice, MatmulPrecisionChoice, Quantization,
+    RecomputeChoice, ReduceChoice, ScheduleChoice, StorageChoice,
+};
+pub use args::context::{ContextArgs, ContextMethodChoice};
+pub use args::data::{DataArgs, DataModel, TrainingData};
+pub use args::evaluation::EvalArgs;
+pub use args::freeze::FreezeArgs;
+pub use args::logs::LogArgs;
+pub use args::lora::LoraArgs;
+pub use args::loss_scale::LossScaleArgs;
+pub use args::number::{num_bytes, real, whole, written};
+pub use args::output::OutputArgs;
+pub use args::pipeline::{PipelineArgs, ScheduleArgs, StageLayers, comma_list};
+pub use args::ranks::RankArgs;
+pub use args::samples::SampleArgs;
+pub use args::sequences::{SequenceArgs, default_seq_len};
+pub use args::strategy::{StrategyArgs, StrategyChoice};
+pub use args::trace::TraceArgs;
+pub use args::training::{BatchArgs, LayoutArgs, OptimizerArgs, TrainingArgs};
+pub use counting_allocator::{CountingAllocator, peak_allocated_bytes, peak_bytes_of};
+pub use finetune::{Finetune, FromCheckpoint};
+pub use fingerprint::fingerprint_of_program;
+pub use flags::{Layer, find, leave_out, names, numbers_may_be_negative, words_of_layers};
+pub use generation_config::{GENERATION_FILE, GenerationFile};
+pub use idle::Idle;
+pub use output::{
+    exit_as_rank, exit_with, in_words, print_error, print_for_all, print_line, print_message,
+};
+pub use pretrain::{FromScratch, ModelArgs, Pretrain};
+pub use record::{WEIGHTS, digest_of_weights};
+pub use run::{CONFIG_FILE, Run, Start, read_table};
+pub use stop::Stop;
+pub use training_run::TrainingRun;

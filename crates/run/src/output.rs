@@ -1,0 +1,91 @@
+//! What a program prints, and how it ends.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use candle_comm::launch::cannot_start;
+use candle_comm::message_of;
+use candle_core::{Error, Result};
+use candle_launch::{CANNOT_GO_ON_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
+
+/// Prints a line on stdout. A reader that has gone away (`| head`) does not end a run: errors are ignored.
+pub fn print_line(line: &str) {
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
+
+/// Prints an error as a sentence, with its hints below, and turns it into a non-zero exit code.
+pub fn exit_with(result: Result<()>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(err) => {
+            print_error(&err);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Prints an error as a sentence, with its hints below.
+pub fn print_error(err: &Error) {
+    print_message(&in_words(err));
+}
+
+/// As [`exit_with`] for a program whose processes may be ranks of one run: what ends all of them is printed once, and of a run without a
+/// first step the exit code says that starting them again, on these hosts, would not help.
+pub fn exit_as_rank(result: Result<ExitCode>, has_begun: bool) -> ExitCode {
+    result.unwrap_or_else(|err| {
+        print_for_all(&in_words(&err));
+        match RankEnv::from_env() {
+            Ok(env) if !has_begun => exit_code_of_refusal(&env),
+            _ => ExitCode::FAILURE,
+        }
+    })
+}
+
+/// Prints what keeps this rank from starting, or has rank 0 print it.
+pub fn print_for_all(message: &str) {
+    match RankEnv::from_env() {
+        Ok(env) => cannot_start(&env, message, print_message),
+        Err(_) => print_message(message),
+    }
+}
+
+/// Prints what is wrong, a sentence with hints below.
+pub fn print_message(message: &str) {
+    let _ = writeln!(std::io::stderr(), "error: {message}");
+}
+
+/// The exit code of a run that was refused before its first step: starting it again would not help. One that was started before may have run
+/// then, on other hosts.
+pub fn exit_code_of_refusal(env: &RankEnv) -> ExitCode {
+    ExitCode::from(code_of_refusal(env))
+}
+
+/// The number of [`exit_code_of_refusal`].
+pub fn code_of_refusal(env: &RankEnv) -> u8 {
+    match env.num_restarts() {
+        0 => WOULD_FAIL_AGAIN_EXIT_CODE,
+        _ => CANNOT_GO_ON_EXIT_CODE,
+    }
+}
+
+/// An error as a sentence, with its hints below.
+pub fn in_words(err: &Error) -> String {
+    sentence(&message_of(err))
+}
+
+/// What candle writes as one line for each context of an error, outermost first, becomes one line. Hints and indented
+/// details stay below it.
+fn sentence(message: &str) -> String {
+    let mut sentence = String::new();
+    let mut is_detail = false;
+    for line in message.lines() {
+        is_detail |= line.starts_with("hint:") || line.starts_with(char::is_whitespace);
+        match (sentence.is_empty(), is_detail) {
+            (true, _) => {}
+            (false, true) => sentence.push('\n'),
+            (false, false) => sentence.push_str(": "),
+        }
+        sentence.push_str(line);
+    }
+    sentence
+}

@@ -1,0 +1,74 @@
+//! A run with a parameter server: its first ranks are servers, the others workers.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_comm::{Degrees, Mailbox, Mesh, launch};
+use candle_core::Result;
+use candle_train::{ParameterServer, Worker};
+
+use crate::allocator::keep_freed_memory;
+use crate::end::End;
+use crate::training_run::{OfRun, TrainingRun};
+
+impl TrainingRun {
+    /// Runs the ranks of this process, and has the first one of the run told how it ended; whether an error is another rank's.
+    pub(crate) fn run_with_servers(
+        &self,
+        num_servers: usize,
+        of_run: OfRun,
+        tell: impl Fn(End) -> End + Sync,
+    ) -> (Result<Vec<End>>, bool) {
+        let ranks = of_run.ranks;
+        let num_workers = self.training.layout.degrees().dp;
+        let is_of_peer = AtomicBool::new(false);
+        let results =
+            launch::mailboxes(ranks, (num_servers + num_workers, num_servers), |mailbox| {
+                let end = match mailbox.rank() < num_servers {
+                    true => self.serve(mailbox, num_servers, of_run),
+                    false => self.work(mailbox, num_servers).map(|()| End::Complete),
+                };
+                let has_failed = |rank| {
+                    let departure = mailbox.departure(rank);
+                    departure.is_some_and(|departure| departure.why.is_some())
+                };
+                // An asynchronous run does not end with its workers. Threads end together, whichever of them failed.
+                let needed = match self.training.strategy.is_async {
+                    true => 0..num_servers,
+                    false => 0..mailbox.world_size(),
+                };
+                let is_process = ranks.env.world_size() > 1;
+                if end.is_err() && is_process && needed.into_iter().any(has_failed) {
+                    is_of_peer.store(true, Ordering::Relaxed);
+                }
+                let end = end?;
+                Ok(if mailbox.rank() == 0 { tell(end) } else { end })
+            });
+        // Of threads the first, a server, knows how the run ended: it may have gone on without others.
+        let ends = results.and_then(|ends| ends.into_iter().take(1).collect());
+        (ends, is_of_peer.into_inner())
+    }
+
+    fn serve(&self, mailbox: &Arc<Mailbox>, num_servers: usize, of_run: OfRun) -> Result<End> {
+        let servers: Vec<usize> = (0..num_servers).collect();
+        let degrees = Degrees {
+            dp: num_servers,
+            ..Degrees::default()
+        };
+        let mesh = Mesh::new(mailbox.group(&servers)?, degrees)?;
+        let consistency = self.training.strategy.consistency();
+        let server = ParameterServer::new(mailbox, num_servers, consistency)?;
+        self.run_rank(of_run, &mesh, Some(server))
+    }
+
+    fn work(&self, mailbox: &Arc<Mailbox>, num_servers: usize) -> Result<()> {
+        let worker = Worker::join(mailbox, num_servers, |mesh| self.part(mesh, false))?;
+        let Some(worker) = worker else {
+            return Ok(());
+        };
+        let own = mailbox.rank() - num_servers;
+        let batches = self.training.training_batches(&self.data.samples, own)?;
+        keep_freed_memory();
+        worker.with_stop(self.stop.asks()).train(batches)
+    }
+}

@@ -1,0 +1,87 @@
+//! What a run goes on from.
+
+use candle_comm::ProcessGroup;
+use candle_core::Result;
+use candle_parallel::checkpoint::TrainingCheckpoint;
+use candle_train::{Activity, DataPosition, EvalHistory, LossHistory, TrainConfig, TrainingRecord};
+
+use crate::output::print_line;
+use crate::training_run::TrainingRun;
+
+/// What a run goes on from.
+pub(crate) struct Resumed {
+    pub checkpoint: TrainingCheckpoint,
+    /// The place of its next step in the data.
+    pub position: DataPosition,
+    /// What its evaluations gave.
+    pub evaluation: EvalHistory,
+    /// Its losses.
+    pub losses: LossHistory,
+}
+
+impl TrainingRun {
+    /// What the run goes on from, if it does, and if its data and settings allow it. Every rank must call it.
+    pub(crate) fn resumed(
+        &self,
+        record: &TrainingRecord,
+        is_restart: bool,
+        world: &ProcessGroup,
+    ) -> Result<Option<Resumed>> {
+        let args = &self.training.checkpoints;
+        let is_first = world.rank() == 0;
+        let is_asked = is_restart || args.resume.is_some();
+        let reading = (is_first && is_asked).then(|| Activity::start("reading the checkpoint"));
+        let opened = args.open(world, is_restart)?;
+        drop(reading);
+        let Some(checkpoint) = opened else {
+            if is_first && is_asked {
+                let place = args.save_dir.as_ref().map(|dir| dir.display());
+                let where_not = place.map_or("as there is no --save-dir".into(), |dir| {
+                    format!("in {dir}")
+                });
+                print_line(&format!("no checkpoint {where_not}: the run begins"));
+            }
+            return Ok(None);
+        };
+        let earlier = TrainingRecord::of(&checkpoint)?;
+        let changed = record.check(&earlier, args.resume_anyway || is_restart)?;
+        for change in changed.iter().filter(|_| is_first) {
+            eprintln!("warning: {change}");
+        }
+        if is_first {
+            let (dir, step) = (checkpoint.dir().display(), checkpoint.step());
+            if earlier.repeats_gradients {
+                eprintln!(
+                    "warning: {dir} has gradients of asynchronous workers of steps after {step}, which come again: the run does not go on \
+                     exactly as it was"
+                );
+            }
+            let other_sums = record.other_sums(&earlier);
+            if !other_sums.is_empty() {
+                eprintln!(
+                    "warning: {}: the same numbers are added in another order, so that the last bits of the weights will differ",
+                    other_sums.join("; ")
+                );
+            }
+            print_line(&format!("resumed after step {step} from {dir}"));
+        }
+        Ok(Some(Resumed {
+            position: earlier.position,
+            evaluation: earlier.evaluation,
+            losses: earlier.losses,
+            checkpoint,
+        }))
+    }
+
+    /// Steps of the whole run when it goes on: those of before may have been of other sizes.
+    pub(crate) fn num_steps(&self, train: &TrainConfig, resumed: &Resumed) -> Result<usize> {
+        let batches = &self.training.batches;
+        if batches.steps.is_some() {
+            return Ok(train.lr_schedule.num_steps);
+        }
+        let step = resumed.checkpoint.step();
+        let rest = self.training.training_batches(&self.data.samples, 0)?;
+        let rest = rest.continued(step, resumed.position.total);
+        rest.first_step_from(batches.end_of_epochs(rest.num_samples()))
+    }
+}

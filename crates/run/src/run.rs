@@ -1,0 +1,302 @@
+//! A run as a value.
+
+use std::fmt::Debug;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use candle_core::{Error, Result};
+use candle_parallel::checkpoint::read_text_file;
+use clap::{Args, Command};
+use serde::{Deserialize, Deserializer, Serialize};
+use toml::{Table, Value};
+
+use crate::args::data::DataArgs;
+use crate::args::samples::SampleArgs;
+use crate::args::training::TrainingArgs;
+use crate::defaults::Taken;
+use crate::finetune::FromCheckpoint;
+use crate::flags::{Layer, arguments, default_of, is_contradicted, parse_layers};
+use crate::idle::Idle;
+use crate::stop::Stop;
+use crate::training_run::TrainingRun;
+
+/// The file in a model's folder that says how the model was made.
+pub const CONFIG_FILE: &str = "candle_train.toml";
+
+/// Everything that decides a run: what the flags of a command line fill, what a TOML file holds, what ranks compare.
+///
+/// A field is a flag, and its name in a file: `training.optimizer.weight_decay` is `--weight-decay`, and `weight-decay` in the
+/// section `[optimizer]`, or in none. A field that is `None` is chosen when the run starts, as its documentation says.
+///
+/// ```
+/// use candle_train_run::Finetune;
+///
+/// let mut run = Finetune::new("org/name").data("chat.jsonl").lora(16);
+/// run.training.optimizer.weight_decay = 0.1;
+/// let file = run.to_toml()?;
+/// assert!(file.contains("[optimizer]\nweight-decay = 0.1\n"));
+/// let read: Finetune = toml::from_str(&file).unwrap();
+/// assert_eq!(read.training.optimizer.weight_decay, 0.1);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Args, Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Run<S: Start = FromCheckpoint> {
+    /// The weights it begins with.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub start: S,
+    /// What it learns from.
+    #[command(flatten)]
+    pub data: DataArgs,
+    /// How it learns.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub training: TrainingArgs,
+    /// What the model writes meanwhile.
+    #[command(flatten, next_help_heading = "Samples")]
+    pub samples: SampleArgs,
+    /// The file that it was read from, if it was.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub(crate) file: Option<PathBuf>,
+}
+
+/// What a run begins with: the weights of a checkpoint, or random ones.
+pub trait Start: Args + Clone + Debug + Serialize + Send + Sync {
+    /// The subcommand of `candle-train`.
+    const COMMAND: &'static str;
+
+    /// Values of flags that have other defaults here than they say.
+    fn defaults() -> Table;
+
+    /// Without what may differ between ranks: where a host has its files.
+    fn shared(&self) -> Self;
+
+    /// Reads model and data, and checks what can be checked before the ranks start.
+    ///
+    /// # Errors
+    /// What keeps the first step from being done.
+    fn prepare(run: &Run<Self>, stop: Stop) -> Result<TrainingRun>;
+}
+
+impl<S: Start> Default for Run<S> {
+    fn default() -> Self {
+        let mut run: Self = default_of();
+        if let Ok(with_own) = Self::from_table(&Table::new()) {
+            run = with_own;
+        }
+        run
+    }
+}
+
+impl<'de, S: Start> Deserialize<'de> for Run<S> {
+    /// As [`Run::from_table`].
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let table = Table::deserialize(deserializer)?;
+        Self::from_table(&table).map_err(serde::de::Error::custom)
+    }
+}
+
+impl<S: Start> Run<S> {
+    /// The run that a table describes: flags by their names, in sections or not. Other flags have their defaults.
+    ///
+    /// # Errors
+    /// A key that is no flag, a value that a flag does not take, flags that contradict each other.
+    pub fn from_table(table: &Table) -> Result<Self> {
+        let command = arguments::<Self>(S::COMMAND);
+        let defaults = S::defaults();
+        let mut layers = [
+            Layer::of(&command, table, &Self::sections())?,
+            Layer::of(&command, &defaults, &[])?.as_defaults(),
+        ];
+        parse_layers(&command, &mut layers, Self::idle)
+    }
+
+    /// As [`Self::from_table`] of a TOML file.
+    ///
+    /// # Errors
+    /// Besides, a file that cannot be read or is no TOML.
+    pub fn from_toml(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let run = Self::from_table(&read_table(path)?);
+        let run = run.map_err(|err| err.context(path.display().to_string()))?;
+        Ok(Self {
+            file: Some(path.to_path_buf()),
+            ..run
+        })
+    }
+
+    /// The same run, known to be read from this file.
+    pub fn with_file(self, file: Option<PathBuf>) -> Self {
+        Self { file, ..self }
+    }
+
+    /// Does what it says, as the ranks of this process, with signals that stop it, and tells how it goes on stdout and stderr. The exit code
+    /// tells if a signal stopped it before the end, or a failure, which has been told.
+    ///
+    /// # Errors
+    /// What keeps the first step from being done.
+    pub fn train_as_rank(&self) -> Result<ExitCode> {
+        let stop = Stop::new(self.training.batches.max_secs);
+        S::prepare(self, stop)?.run()
+    }
+
+    /// All values, in sections.
+    ///
+    /// # Errors
+    /// A path that is no Unicode.
+    pub fn to_table(&self) -> Result<Table> {
+        Table::try_from(self).map_err(Error::wrap)
+    }
+
+    /// Those that are not the default, in sections.
+    ///
+    /// # Errors
+    /// As [`Self::to_table`].
+    pub fn changed(&self) -> Result<Table> {
+        let mut table = self.to_table()?;
+        remove_same(&mut table, &Self::default().to_table()?);
+        // What another flag has taken the place of.
+        let (command, bare) = (arguments::<Self>(S::COMMAND), default_of::<Self>());
+        let (given, bare) = (flat(&table), flat(&bare.to_table()?));
+        let is_replaced =
+            |key: &str| given.get(key) == bare.get(key) && is_contradicted(&command, key, &given);
+        for (_, section) in &mut table {
+            if let Value::Table(section) = section {
+                section.retain(|key, _| !is_replaced(key));
+            }
+        }
+        Ok(table)
+    }
+
+    /// The text of a file for [`Self::from_toml`], without what is by default.
+    ///
+    /// # Errors
+    /// As [`Self::to_table`].
+    pub fn to_toml(&self) -> Result<String> {
+        toml::to_string(&self.changed()?).map_err(Error::wrap)
+    }
+
+    /// Names and values of the flags that all ranks must have alike; where a host has its files, and its devices, may differ.
+    ///
+    /// # Errors
+    /// As [`Self::to_table`].
+    pub fn shared(&self) -> Result<Vec<(String, String)>> {
+        let mut shared = self.clone();
+        shared.start = self.start.shared();
+        shared.data = shared.data.shared();
+        shared.training = shared.training.shared();
+        let flat = flat(&shared.to_table()?);
+        let command: Command = arguments::<Self>(S::COMMAND);
+        let names = command.get_arguments().filter_map(|arg| arg.get_long());
+        let names = names.filter(|name| *name != "help");
+        let value = |name: &str| flat.get(name).map_or(String::new(), in_words);
+        Ok(names
+            .map(|name| (format!("--{name}"), value(name)))
+            .collect())
+    }
+
+    /// Without what is by default, or over when the run is done again.
+    ///
+    /// # Errors
+    /// As [`Self::to_table`].
+    pub(crate) fn to_repeat(&self, training: &TrainingArgs) -> Result<Table> {
+        let again = Self {
+            training: training.to_repeat(),
+            ..self.clone()
+        };
+        again.changed()
+    }
+
+    /// Flags that would do nothing.
+    pub fn idle(&self) -> Vec<Idle> {
+        let mut idle = self.training.idle();
+        idle.extend(self.samples.idle());
+        idle
+    }
+
+    /// Names of the sections.
+    pub fn sections() -> Vec<String> {
+        let table = default_of::<Self>().to_table().unwrap_or_default();
+        let sections = table.into_iter().filter(|(_, value)| value.is_table());
+        sections.map(|(name, _)| name).collect()
+    }
+}
+
+/// The table of a TOML file.
+///
+/// # Errors
+/// A file that cannot be read or is no TOML.
+pub fn read_table(path: &Path) -> Result<Table> {
+    let text = read_text_file(path).map_err(|err| {
+        Error::msg(format!(
+            "cannot read the configuration {}: {err}",
+            path.display()
+        ))
+    })?;
+    text.parse().map_err(|err: toml::de::Error| {
+        let line = err
+            .span()
+            .map(|span| text[..span.start].lines().count().max(1));
+        let line = line.map_or(String::new(), |line| format!(", line {line}"));
+        Error::msg(format!(
+            "{}{line} is no TOML: {}",
+            path.display(),
+            err.message()
+        ))
+    })
+}
+
+/// The text of a file with these values, those that were taken with the reason.
+///
+/// # Errors
+/// None, as a table can be written.
+pub(crate) fn text_of(table: &Table, taken: &[Taken]) -> Result<String> {
+    let text = toml::to_string(table).map_err(Error::wrap)?;
+    let mut lines: Vec<String> = text.lines().map(str::to_string).collect();
+    for Taken { flag, reason, .. } in taken {
+        let key = format!("{} = ", flag.trim_start_matches("--"));
+        let mut lines = lines.iter_mut();
+        if let Some(line) = lines.find(|line| line.starts_with(&key)) {
+            *line += &format!(" # {reason}");
+        }
+    }
+    lines.push(String::new());
+    Ok(lines.join("\n"))
+}
+
+/// Without what is the same in `other`.
+fn remove_same(table: &mut Table, other: &Table) {
+    table.retain(|key, value| match (value, other.get(key)) {
+        (Value::Table(section), Some(Value::Table(other))) => {
+            remove_same(section, other);
+            !section.is_empty()
+        }
+        (value, other) => other != Some(&*value),
+    });
+}
+
+/// The values of all sections.
+pub(crate) fn flat(table: &Table) -> Table {
+    let mut flat = Table::new();
+    for (key, value) in table {
+        match value {
+            Value::Table(section) => flat.extend(section.clone()),
+            value => drop(flat.insert(key.clone(), value.clone())),
+        }
+    }
+    flat
+}
+
+/// A value as on a command line.
+fn in_words(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Array(values) => {
+            let values: Vec<String> = values.iter().map(in_words).collect();
+            values.join(" ")
+        }
+        value => value.to_string(),
+    }
+}

@@ -1,0 +1,474 @@
+//! A run: data and model in, training with its progress, metrics and samples, a checkpoint out.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::atomic::Ordering;
+
+use candle_comm::{Degrees, Mesh, ProcessGroup, RunConfig, launch};
+use candle_core::{DType, Device, Result};
+use candle_launch::PEER_FAILED_EXIT_CODE;
+use candle_ops::GpuState;
+use candle_parallel::checkpoint::{HfSave, with_config_dtype};
+use candle_parallel::{ModelPart, ParamStore, agree};
+use candle_train::{
+    Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, ParameterServer,
+    Tokenizer, TrainConfig, Trainer, TrainingRecord,
+};
+use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
+use toml::Table;
+
+use crate::allocator::keep_freed_memory;
+use crate::args::data::TrainingData;
+use crate::args::logs::StepLogs;
+use crate::args::lora::LoraArgs;
+use crate::args::samples::SampleArgs;
+use crate::args::training::TrainingArgs;
+use crate::best_weights::{remove_best, take_best, tell_of_best};
+use crate::defaults::Taken;
+use crate::end::End;
+use crate::fingerprint::fingerprint;
+use crate::generation_config::GENERATION_FILE;
+use crate::output::{code_of_refusal, in_words, print_for_all};
+use crate::record::DATE;
+use crate::run::{CONFIG_FILE, text_of};
+use crate::saving::{leave, save_model};
+use crate::stop::{Stop, Stopped};
+
+/// Everything that the ranks of this process need, read once.
+pub struct TrainingRun {
+    pub(crate) training: TrainingArgs,
+    pub(crate) ranks: RunConfig,
+    pub(crate) samples: SampleArgs,
+    /// What may stop it; the time counts since the program began.
+    pub(crate) stop: Stop,
+    pub(crate) config: ModelConfig,
+    pub(crate) initial_weights: InitialWeights,
+    /// What is trained beside these.
+    pub(crate) lora: LoraArgs,
+    /// The model that is trained, as its user calls it.
+    pub(crate) base_model: Option<String>,
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) data: TrainingData,
+    /// What was taken where no flag says.
+    pub(crate) taken: Vec<Taken>,
+    /// What is trained on what, in words.
+    pub(crate) title: String,
+    /// Files and folders that are read.
+    pub(crate) inputs: Vec<PathBuf>,
+    /// Files beside the weights of the trained checkpoint.
+    pub(crate) sidecars: Vec<(String, Vec<u8>)>,
+    /// The run as a table, to do it again.
+    pub(crate) again: Table,
+    /// Flags with their values that all ranks must have alike.
+    pub(crate) shared: Vec<(String, String)>,
+    /// The file that flags came from.
+    pub(crate) file: Option<PathBuf>,
+    pub(crate) is_date_given: bool,
+}
+
+/// What all ranks of a run are told: how it trains, on which ranks, how it saves, and what it notes.
+#[derive(Clone, Copy)]
+pub(crate) struct OfRun<'a> {
+    pub train: &'a TrainConfig,
+    pub ranks: &'a RunConfig,
+    pub save: &'a HfSave,
+    pub record: &'a TrainingRecord,
+    /// What it is called, if it begins.
+    pub name: &'a str,
+}
+
+/// Where a run begins.
+pub(crate) enum InitialWeights {
+    Random,
+    /// A folder.
+    Checkpoint(PathBuf),
+}
+
+impl InitialWeights {
+    /// The model's parameters, of which the flags freeze some or train others beside them.
+    fn store(
+        &self,
+        training: &TrainingArgs,
+        lora: &LoraArgs,
+        base_model: Option<&str>,
+    ) -> Result<ParamStore> {
+        let seed = training.batches.seed;
+        let store = match self {
+            Self::Random => ParamStore::init(seed),
+            Self::Checkpoint(model) => ParamStore::from_pretrained(model)?,
+        };
+        lora.apply(training.optimizer.freeze.apply(store), seed, base_model)
+    }
+
+    /// Checks, without reading weights, that they are those which `config` tells of, and that adapters and patterns of names fit them.
+    ///
+    /// # Errors
+    /// What would be wrong with the model of the run.
+    pub fn check(
+        &self,
+        config: &ModelConfig,
+        training: &TrainingArgs,
+        lora: &LoraArgs,
+    ) -> Result<()> {
+        let store = self.store(training, lora, None)?.without_values();
+        let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default())?;
+        // Zeros of this type cost nothing until they are written to.
+        let vb = store.builder(DType::F32, &Device::Cpu);
+        let part = CausalLm::part(config, &mesh, &vb)?;
+        training.optimizer.freeze.check(part.params())
+    }
+}
+
+/// Files that tell what a model is, and not what an adapter is.
+const OF_THE_MODEL: [&str; 3] = ["config.json", GENERATION_FILE, "README.md"];
+
+impl TrainingRun {
+    /// Checks what can be checked, trains and saves.
+    pub(crate) fn run(mut self) -> Result<ExitCode> {
+        let mut ranks = self.ranks.clone();
+        // Of this run, not of that which made the model.
+        self.sidecars.retain(|(name, _)| name != CONFIG_FILE);
+        if let Some(date) = self.data.date.filter(|_| !self.is_date_given) {
+            let name = DATE.trim_start_matches("--").to_string();
+            let section = self.again.entry("data").or_insert(Table::new().into());
+            if let Some(section) = section.as_table_mut() {
+                section.insert(name, date.to_string().into());
+            }
+            let reason = "the day on which the run began";
+            self.taken.push(Taken::new(DATE, date, reason));
+        }
+        if let Some(template) = &self.data.chosen_template {
+            template.save_among(&mut self.sidecars, &self.tokenizer)?;
+        }
+        let own = text_of(&self.again, &self.taken)?;
+        self.sidecars
+            .push((CONFIG_FILE.to_string(), own.into_bytes()));
+        let model = match &self.initial_weights {
+            InitialWeights::Random => None,
+            InitialWeights::Checkpoint(model) => Some(model.as_path()),
+        };
+        let warning = self.lora.check(self.base_model.as_deref().zip(model))?;
+        self.data.warnings.extend(warning);
+        let tokenizer = &self.tokenizer;
+        let TrainingData {
+            samples,
+            eval_samples,
+            ..
+        } = &self.data;
+        for samples in std::iter::once(samples).chain(eval_samples) {
+            tokenizer.check_vocab(&[samples.tokens().max_id()], self.config.vocab_size)?;
+        }
+        let save_dtype = self.training.output.dtype();
+        let output = self.training.output.output.clone();
+        let train = self.training.train_config(samples)?;
+        let checkpoints = &self.training.checkpoints;
+        self.evaluation((0, 1), EvalHistory::default())?;
+        let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
+        let config = config.map(|(_, content)| content.as_slice());
+        let mut record = TrainingRecord {
+            save_dtype: save_dtype.map(|dtype| dtype.as_str().to_string()),
+            ..self.training.record(&train, &self.data, config, model)?
+        };
+        self.lora.add_to(&mut record)?;
+        if self.lora.is_given() {
+            // What describes the model is in the model's folder, but for the ends of turns of another template than its own.
+            let has_ends = self.data.chosen_template.is_some();
+            let sidecars = &mut self.sidecars;
+            let is_of_adapter =
+                |name: &str| has_ends && name == GENERATION_FILE || !OF_THE_MODEL.contains(&name);
+            sidecars.retain(|(name, _)| is_of_adapter(name));
+        }
+        let run = self.name(&record, &ranks)?;
+        let sidecars = with_config_dtype(self.sidecars.clone(), save_dtype)?;
+        let beside = checkpoints.save_dir.as_deref();
+        let save = HfSave {
+            run: Some(
+                self.training
+                    .run_digest(&record, save_dtype, eval_samples.as_ref())?,
+            ),
+            inputs: self.inputs.clone(),
+            ..self.training.output.hf_save(beside, sidecars)
+        };
+        self.stop.cleans_up();
+        // No other run writes there until this one ends.
+        let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
+        if let Some(claimed) = &claimed {
+            let num_steps = train.lr_schedule.num_steps;
+            let noted = checkpoints.noted(ranks.env.num_restarts() > 0);
+            let of = self.metrics_of(&run, noted.is_some());
+            let steps = (noted.map(|noted| noted.step), num_steps);
+            self.training.logs.check(claimed.place(), steps, of)?;
+            self.announce_start(&train, &ranks);
+        }
+        let folders = [
+            ("--model", model),
+            ("--adapter", self.lora.adapter.as_deref()),
+        ];
+        ranks.fingerprint = fingerprint(&ranks, &self.shared, &self.data, &folders)?;
+        let refusal = code_of_refusal(&ranks.env);
+        ranks.failure_exit_code.store(refusal, Ordering::Relaxed);
+        let num_steps = train.lr_schedule.num_steps;
+        let tell = |end: End| {
+            // While the others wait: mpirun ends a process when another one has ended with an error.
+            let is_alone = ranks.env.world_size() == 1;
+            end.tell(&self.stop, num_steps, (&output, is_alone));
+            end
+        };
+        let of_run = OfRun {
+            train: &train,
+            ranks: &ranks,
+            save: &save,
+            record: &record,
+            name: &run,
+        };
+        let (ends, is_of_peer) = match self.training.strategy.num_servers() {
+            0 => {
+                let ends = launch::run(&ranks, |world| {
+                    let is_first = world.rank() == 0;
+                    let mesh = Mesh::new(world, self.training.layout.degrees())?;
+                    let end = self.run_rank(of_run, &mesh, None)?;
+                    Ok(if is_first { tell(end) } else { end })
+                });
+                (ends, false)
+            }
+            num_servers => self.run_with_servers(num_servers, of_run, tell),
+        };
+        match ends {
+            Err(err) if is_of_peer || self.stop.has_begun() => {
+                print_for_all(&in_words(&err));
+                Ok(match is_of_peer {
+                    true => ExitCode::from(PEER_FAILED_EXIT_CODE),
+                    false => ExitCode::FAILURE,
+                })
+            }
+            ends => {
+                let ends = ends?;
+                let end = ends.into_iter().next().unwrap_or(End::Complete);
+                // A run that failed or was stopped may have nothing else.
+                if claimed.is_some()
+                    && matches!(end, End::Complete | End::WithoutCheckpoints(_))
+                    && let Err(err) = remove_best(&output)
+                {
+                    eprintln!("warning: {err}");
+                }
+                Ok(end.exit_code(&self.stop, &ranks.env))
+            }
+        }
+    }
+
+    fn evaluation(
+        &self,
+        (dp_rank, dp): (usize, usize),
+        history: EvalHistory,
+    ) -> Result<Option<Evaluation>> {
+        let TrainingArgs {
+            evaluation,
+            batches,
+            ..
+        } = &self.training;
+        let Some(samples) = &self.data.eval_samples else {
+            return Ok(None);
+        };
+        let batches = EvalBatches::new(samples, batches.micro_batch_size, (dp_rank, dp))?;
+        Ok(Some(evaluation.evaluation(batches, history)))
+    }
+
+    /// One rank's part: of a mesh that trains, or of one of servers.
+    pub(crate) fn run_rank(
+        &self,
+        OfRun {
+            train,
+            ranks,
+            save,
+            record,
+            name,
+        }: OfRun,
+        mesh: &Mesh,
+        server: Option<ParameterServer>,
+    ) -> Result<End> {
+        let training = &self.training;
+        let is_restart = ranks.env.num_restarts() > 0;
+        // The first rank's.
+        let names = mesh.world.all_gather_bytes(name.as_bytes())?;
+        let name = names.first().map_or(&[][..], Vec::as_slice);
+        let mut name = String::from_utf8_lossy(name).into_owned();
+        let checkpoints = self.resumed(record, is_restart, &mesh.world);
+        let checkpoints = checkpoints.and_then(|resumed| {
+            let checkpoint = resumed.as_ref().map(|it| &it.checkpoint);
+            let best = training.folder_of_best()?;
+            let resumes_from_best = training
+                .checkpoints
+                .resumes_from_best(&training.output.output)?;
+            if mesh.world.rank() == 0
+                && !resumes_from_best
+                && let Err(err) = remove_best(&training.output.output)
+            {
+                eprintln!("warning: {err}");
+            }
+            let saver =
+                training
+                    .checkpoints
+                    .saver(&mesh.world, (&name, checkpoint), best.as_deref())?;
+            Ok((resumed, saver))
+        });
+        let (resumed, saver) = match checkpoints {
+            Ok(checkpoints) => checkpoints,
+            Err(err) => return Ok(End::Refused(err)),
+        };
+        let is_first = mesh.world.rank() == 0;
+        let part = self.part(mesh, is_first)?;
+        if let Some(server) = &server {
+            server.bound_messages(part.params())?;
+        }
+        let last_title = match &self.initial_weights {
+            InitialWeights::Random => "sample",
+            InitialWeights::Checkpoint(_) => {
+                if resumed.is_none() {
+                    self.print_sample("before", mesh, &part)?;
+                }
+                "after"
+            }
+        };
+        let flops = self.flops(ranks, &part, mesh.world.device())?;
+        let mut train = train.clone();
+        if let Some(resumed) = &resumed {
+            train.lr_schedule.num_steps = self.num_steps(&train, resumed)?;
+        }
+        let trainer = match server {
+            None => Trainer::new(train, mesh, part)?,
+            Some(server) => Trainer::of_server(train, mesh, part, server)?,
+        };
+        let mut trainer = trainer.with_flops(flops);
+        let losses = resumed.as_ref().map(|resumed| resumed.losses.clone());
+        trainer = trainer.with_loss_range(training.optimizer.loss_range(losses));
+        let history = resumed.as_ref().map(|resumed| resumed.evaluation);
+        let replica = (mesh.dp.rank(), mesh.dp.world_size());
+        let evaluation = self.evaluation(replica, history.unwrap_or_default())?;
+        self.announce(&trainer, mesh)?;
+        if let Some(resumed) = &resumed {
+            trainer.resume(&resumed.checkpoint)?;
+        }
+        if let Some((saver, every)) = saver {
+            // The first rank writes them.
+            let sidecars = is_first.then(|| self.sidecars.clone());
+            let mut saver = saver.with_sidecars(sidecars.unwrap_or_default());
+            if evaluation.is_some() {
+                saver = saver.keeping_best();
+            }
+            let record = TrainingRecord {
+                evaluation: history.unwrap_or_default(),
+                ..record.clone()
+            };
+            let checkpoints = Checkpoints::new(saver, every, record, is_first);
+            trainer = trainer.with_checkpoints(checkpoints);
+        }
+        if let Some(evaluation) = evaluation {
+            trainer = trainer.with_evaluation(evaluation);
+        }
+        // The checkpoint's files are mapped as long as it lives.
+        let position = resumed.map(|resumed| {
+            name = resumed.checkpoint.run().to_string();
+            resumed.position
+        });
+        let logs = match self.logs((&trainer, save), &mesh.world, (&name, position.is_some())) {
+            Ok(logs) => logs,
+            Err(err) => return Ok(End::Refused(err)),
+        };
+        keep_freed_memory();
+        let save_dir = training.checkpoints.save_dir.as_deref();
+        if is_first {
+            self.stop.speaks(save_dir, trainer.num_steps());
+            self.stop.note(trainer.step());
+        }
+        ranks.failure_exit_code.store(1, Ordering::Relaxed);
+        let mut trainer = trainer.with_stop(self.stop.asks());
+        let batches = match self.fit(&mut trainer, mesh, logs, position) {
+            Ok(batches) => batches,
+            Err(err) if trainer.has_diverged() => return Ok(End::Diverged(err)),
+            Err(err) => return Err(err),
+        };
+        if trainer.is_stopped() {
+            let batches = save_dir.is_some().then_some(&batches);
+            let stopped = leave(&mut trainer, (batches, save_dir), save, is_first)?;
+            if is_first && let Some(folder) = training.folder_of_best()? {
+                tell_of_best(&trainer, &folder);
+            }
+            let output_flag = if self.lora.is_given() {
+                "--adapter"
+            } else {
+                "--model"
+            };
+            return Ok(End::Stopped(Stopped {
+                output_flag,
+                ..stopped
+            }));
+        }
+        if training.evaluation.patience.is_some() {
+            let best = training.folder_of_best()?;
+            let folders = best.as_deref().into_iter();
+            let folders: Vec<&Path> = folders.chain(training.checkpoints.folders()).collect();
+            take_best(&mut trainer, mesh, &folders)?;
+        }
+        self.print_sample(last_title, mesh, trainer.part())?;
+        save_model(&trainer, save, is_first)?;
+        Ok(match trainer.num_checkpoints_failed() {
+            0 => End::Complete,
+            number => End::WithoutCheckpoints(number),
+        })
+    }
+
+    /// Checks, on the first rank, that there is room for what the run saves, and opens what the steps of it are written to. Every rank must call it.
+    fn logs(
+        &self,
+        (trainer, save): (&Trainer, &HfSave),
+        world: &ProcessGroup,
+        (run, is_resumed): (&str, bool),
+    ) -> Result<Option<StepLogs>> {
+        let open = || -> Result<StepLogs> {
+            trainer.check_space(save)?;
+            let resumed_at = is_resumed.then(|| trainer.step());
+            let of = self.metrics_of(run, is_resumed);
+            self.training.logs.open(resumed_at, of)
+        };
+        agree(world, (world.rank() == 0).then(open).transpose())
+    }
+
+    /// A rank's part of the model with its initial weights; one rank shows how far it has read them.
+    pub(crate) fn part(&self, mesh: &Mesh, is_first: bool) -> Result<ModelPart> {
+        let training = &self.training;
+        let store = self
+            .initial_weights
+            .store(training, &self.lora, self.base_model.as_deref())?;
+        let num_read_bytes = store.checkpoint().map(|source| source.num_read_bytes());
+        let loading = num_read_bytes.filter(|_| is_first).map(|num_bytes| {
+            let done = move || num_bytes.load(Ordering::Relaxed);
+            Activity::of_bytes("loading weights", None, done)
+        });
+        let store = store.with_data_parallel(training.data_parallel());
+        let vb = store.builder(training.layout.dtype().into(), mesh.world.device());
+        let seq_len = training.batches.sequences.seq_len();
+        let part = training.layout.part(&self.config, mesh, &vb, seq_len)?;
+        drop(loading);
+        training.optimizer.freeze.check(part.params())?;
+        Ok(part)
+    }
+
+    /// The model's arithmetic, and that of all devices if this rank's is known.
+    fn flops(&self, ranks: &RunConfig, part: &ModelPart, device: &Device) -> Result<ModelFlops> {
+        let num_devices = match ranks.env.world_size() {
+            1 => ranks.devices.len(),
+            processes => processes,
+        };
+        let is_narrow = DType::from(self.training.layout.dtype()) != DType::F32;
+        let gpu = GpuState::of(device)?.filter(|_| is_narrow);
+        let peak = gpu.and_then(|gpu| gpu.peak_tflops());
+        Ok(ModelFlops {
+            per_token: flops_per_token(
+                &self.config,
+                part.params(),
+                self.training.batches.sequences.seq_len(),
+            ),
+            peak_per_sec: peak.map(|peak| peak * 1e12 * num_devices as f64),
+        })
+    }
+}

@@ -1,0 +1,4 @@
+//! Tests of runs as values.
+
+#[path = "run/config.rs"]
+mod config;
