@@ -89,12 +89,15 @@ impl<'a> AttentionBlocks<'a> {
         let of_sequence = |(sequence, rows): (usize, &SequenceRows)| {
             let end = rows.queries.end;
             let firsts = rows.queries.clone().step_by(block_rows);
+            let num_keys = rows.keys.len();
             let block = move |first| {
                 let rows = block_rows.min(end - first);
                 let seen = self.seen[first..][..rows].iter();
                 let seen = seen.filter(|seen| !seen.is_empty());
                 let start = seen.clone().map(|seen| seen.start).min().unwrap_or(0) as usize;
                 let end = seen.map(|seen| seen.end).max().unwrap_or(0) as usize;
+                // Whole steps, as a product of fewer rows spoils the sums of the keys of the last one.
+                let end = end.next_multiple_of(STEP).min(num_keys);
                 Block {
                     sequence,
                     first,
