@@ -188,6 +188,9 @@ fn main() -> ExitCode {
     let mut args: Args = parse();
     // Not as many replicas as there are processes.
     args.layout.dp.get_or_insert(1);
+    if let Ok(true) = args.ranks.needs_mpi() {
+        return ExitCode::from(candle_launch::NEEDS_MPI_EXIT_CODE);
+    }
     let ended = run(&args).map(|()| ExitCode::SUCCESS);
     exit_as_rank(ended, HAS_BEGUN.load(Ordering::Acquire))
 }
@@ -225,6 +228,7 @@ fn run(args: &Args) -> Result<()> {
         ranks.fingerprint = fingerprint_of_program(&ranks, &flags)?;
     }
     let measured = launch::run(&ranks, |world| {
+        args.ranks.settle();
         bench(args, &config, &batch_config, degrees, world)
     })?;
     if !ranks.is_first() {
@@ -281,7 +285,9 @@ fn bench(
 ) -> Result<Measured> {
     let mesh = Mesh::new(world, degrees)?;
     if mesh.world.rank() == 0 {
-        args.ranks.warn_of_idle_precision(mesh.world.device());
+        if let Some(warning) = args.ranks.warning_of_precision(mesh.world.device()) {
+            eprintln!("warning: {warning}");
+        }
         if let Some(note) = args.layout.recompute.note() {
             eprintln!("{note}");
         }

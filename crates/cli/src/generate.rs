@@ -75,7 +75,7 @@ pub(crate) struct Generate {
     #[arg(long, ignore_case = true, default_value = "f32")]
     dtype: DTypeChoice,
     #[command(flatten, next_help_heading = "Ranks")]
-    ranks: RankArgs,
+    pub ranks: RankArgs,
 }
 
 /// What the ranks share.
@@ -196,6 +196,7 @@ impl Generate {
             }
         }
         launch::run(&ranks, |world| {
+            self.ranks.settle();
             let mut writer = self.writer(&model, Mesh::new(world, degrees)?)?;
             match &model.template {
                 None => {
@@ -321,7 +322,9 @@ impl Generate {
             None => store,
         };
         if mesh.world.rank() == 0 {
-            self.ranks.warn_of_idle_precision(mesh.world.device());
+            if let Some(warning) = self.ranks.warning_of_precision(mesh.world.device()) {
+                eprintln!("warning: {warning}");
+            }
         }
         let vb = store.builder(self.dtype.into(), mesh.world.device());
         Ok(Writer {

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use candle_core::{Result, bail};
+use candle_launch::NEEDS_MPI_EXIT_CODE;
 use candle_launch::launcher::{RendezvousAddress, become_rank, launch, reach, run_agent};
 use candle_train_run::{
     Finetune, FromCheckpoint, FromScratch, Pretrain, Run, Start, exit_as_rank, exit_with, written,
@@ -166,7 +167,10 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Pretrain(run) => train(*run, file),
         CandleTrain::Preview(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Merge(args) => args.run(),
-        CandleTrain::Generate(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
+        CandleTrain::Generate(args) => match args.ranks.needs_mpi() {
+            Ok(true) => ExitCode::from(NEEDS_MPI_EXIT_CODE),
+            _ => exit_with(log_to_stderr().and_then(|()| args.run())),
+        },
         CandleTrain::Launch(args) => launch(&(*args).into()),
         CandleTrain::Plot(args) => exit_with(args.run()),
         CandleTrain::Timeline(args) => exit_with(args.run()),

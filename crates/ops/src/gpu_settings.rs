@@ -1,10 +1,12 @@
 //! What a run on GPUs may set, by its flags or by the environment, so that one visit to a machine can try several ways.
 
 use crate::AttentionCode;
+use crate::matmul_precision::on_threads_of_rank;
 use candle_core::{Result, bail};
+use std::cell::Cell;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
-use std::sync::{PoisonError, RwLock};
+use std::sync::OnceLock;
 
 /// How this process computes on GPUs; `docs/gpu` has a table of the variables.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -23,25 +25,33 @@ pub struct GpuSettings {
 }
 
 /// Those of the process, once they are known.
-static SETTINGS: RwLock<Option<GpuSettings>> = RwLock::new(None);
+static SETTINGS: OnceLock<GpuSettings> = OnceLock::new();
+
+thread_local! {
+    static IS_DETERMINISTIC: Cell<bool> = const { Cell::new(false) };
+}
 
 impl GpuSettings {
-    /// Those of this process: what was set last, or else what the environment says.
+    /// Those of this thread: what the environment says, and [what was asked for](Self::make_deterministic).
     ///
     /// # Errors
     /// When a variable has a value that means nothing.
     pub fn get() -> Result<Self> {
-        if let Some(settings) = &*SETTINGS.read().unwrap_or_else(PoisonError::into_inner) {
-            return Ok(settings.clone());
-        }
-        let from_env = Self::from_variables(|name| std::env::var(name).ok())?;
-        let mut settings = SETTINGS.write().unwrap_or_else(PoisonError::into_inner);
-        Ok(settings.get_or_insert(from_env).clone())
+        let mut settings = match SETTINGS.get() {
+            Some(settings) => settings.clone(),
+            None => {
+                let from_env = Self::from_variables(|name| std::env::var(name).ok())?;
+                SETTINGS.get_or_init(|| from_env).clone()
+            }
+        };
+        settings.deterministic |= IS_DETERMINISTIC.get();
+        Ok(settings)
     }
 
-    /// Makes them those of this process. Devices read them when they are opened.
-    pub fn set(self) {
-        *SETTINGS.write().unwrap_or_else(PoisonError::into_inner) = Some(self);
+    /// Asks for the same bits in two runs, or for no more than the environment does: of all threads of the pool that this thread works in, or
+    /// of this thread alone.
+    pub fn make_deterministic(is_asked: bool) {
+        on_threads_of_rank(|| IS_DETERMINISTIC.set(is_asked));
     }
 
     fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {

@@ -3,10 +3,10 @@
 use crate::ProductChoice;
 use crate::processor::has_amx;
 use candle_core::Device;
+use std::cell::Cell;
 use std::fmt::{Display, Formatter};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-/// How this process multiplies matrices of f32 in linear layers, with the names that PyTorch has for it
+/// How a rank multiplies matrices of f32 in linear layers, with the names that PyTorch has for it
 /// (`torch.set_float32_matmul_precision`). Products of bf16 and f16 do not depend on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MatmulPrecision {
@@ -18,20 +18,19 @@ pub enum MatmulPrecision {
     High,
 }
 
-static IS_HIGH: AtomicBool = AtomicBool::new(false);
+thread_local! {
+    static OF_THREAD: Cell<MatmulPrecision> = const { Cell::new(MatmulPrecision::Highest) };
+}
 
 impl MatmulPrecision {
-    /// That of this process: what was set last, else [`Self::Highest`].
+    /// That of this thread: what was set last, else [`Self::Highest`].
     pub fn get() -> Self {
-        match IS_HIGH.load(Relaxed) {
-            true => Self::High,
-            false => Self::Highest,
-        }
+        OF_THREAD.get()
     }
 
-    /// Makes it that of this process, from the next product on.
+    /// Makes it that of this rank from the next product on: of all threads of the pool that this thread works in, or of this thread alone.
     pub fn set(self) {
-        IS_HIGH.store(self == Self::High, Relaxed);
+        on_threads_of_rank(|| OF_THREAD.set(self));
     }
 
     /// Whether products on `device` depend on it: not where the environment has a [`ProductChoice`].
@@ -40,6 +39,14 @@ impl MatmulPrecision {
             Device::Cpu => has_amx() && matches!(ProductChoice::from_env(), Ok(None)),
             device => device.is_cuda(),
         }
+    }
+}
+
+/// Runs `set` on all threads of the pool that this thread works in, or on this thread alone.
+pub(crate) fn on_threads_of_rank(set: impl Fn() + Sync) {
+    match rayon::current_thread_index() {
+        Some(_) => drop(rayon::broadcast(|_| set())),
+        None => set(),
     }
 }
 

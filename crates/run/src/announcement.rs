@@ -7,31 +7,31 @@ use candle_train::{TrainConfig, Trainer, counted, peaks_in_words, warning_of_mem
 use candle_train_models::CausalLm;
 
 use crate::args::lora::adapters_in_words;
-use crate::output::print_line;
 use crate::training_run::TrainingRun;
 
 /// Fewer updates than this hardly change a model.
 const FEW_STEPS: usize = 10;
 
-impl TrainingRun {
+impl TrainingRun<'_> {
     /// Says what is trained on what, what was chosen for it, and what may not be what its user wants; for the first rank.
     pub(crate) fn announce_start(&self, train: &TrainConfig, ranks: &RunConfig) {
         let (training, num_steps) = (&self.training, train.lr_schedule.num_steps);
         let described = training.describe(&self.data.samples, num_steps, ranks);
         if let Some(file) = &self.file {
-            print_line(&format!("flags of {}", file.display()));
+            self.observers.note(format!("flags of {}", file.display()));
         }
-        print_line(&format!("{}: {described}", self.title));
+        self.observers.note(format!("{}: {described}", self.title));
         if let Some(template) = &self.data.chosen_template {
-            print_line(&format!("chat template: {}", template.path().display()));
+            self.observers
+                .note(format!("chat template: {}", template.path().display()));
         }
         if let Some(idle) = training.without_effect(ranks) {
-            print_line(&idle);
+            self.observers.note(&idle);
         }
         let (context, tp) = (training.layout.context, ranks.degrees.tp);
         let dtype = training.layout.dtype().into();
         if let Ok(Some(words)) = context.in_words(&self.config, tp, dtype) {
-            print_line(&words);
+            self.observers.note(&words);
         }
         let sequences = (
             training.batches.sequences.seq_len(),
@@ -41,50 +41,52 @@ impl TrainingRun {
         if let Ok(Some(words)) =
             context.attention_in_words((&self.config, tp), sequences, on_devices)
         {
-            print_line(&words);
+            self.observers.note(&words);
         }
         if let Some(note) = training.layout.recompute.note() {
-            print_line(note);
+            self.observers.note(note);
         }
         for warning in &self.data.warnings {
-            eprintln!("warning: {warning}");
+            self.observers.warn(warning);
         }
         let batches = &training.batches;
         let is_counted = batches.steps.is_none();
         if is_counted && (1..FEW_STEPS).contains(&num_steps) {
-            eprintln!(
-                "warning: that is {} of the weights only\nhint: a smaller --global-batch-size or more --epochs make more",
+            self.observers.warn(format!(
+                "that is {} of the weights only\nhint: a smaller --global-batch-size or more --epochs make more",
                 counted(num_steps, "update")
-            );
+            ));
         }
         let (global, dp) = (batches.global_batch_size(), ranks.degrees.dp);
         if global % dp != 0 {
             let (least, most) = (global / dp, global.div_ceil(dp));
-            eprintln!(
-                "warning: {dp} replicas divide {global} sequences of a step into shares of {most} and {least}, and some wait for the \
+            self.observers.warn(format!(
+                "{dp} replicas divide {global} sequences of a step into shares of {most} and {least}, and some wait for the \
                  others\nhint: a --global-batch-size that is a multiple of {dp}"
-            );
+            ));
         }
         let micro = batches.micro_batch_size;
         // A step may be as large as that of other replicas, before a restart.
         let accumulation = batches.accumulation();
         let accumulation = accumulation.filter(|_| batches.batch_ramp.is_none());
         if let Some(steps) = accumulation.filter(|steps| micro * dp * steps == global) {
-            print_line(&format!(
+            self.observers.note(format!(
                 "a step: micro-batch {micro} x dp {dp} x accumulation {steps} = {}",
                 counted(global, "sequence")
             ));
         }
         if !self.taken.is_empty() {
             let taken: Vec<String> = self.taken.iter().map(ToString::to_string).collect();
-            print_line(&format!("chosen for you: {}", taken.join(" ")));
+            self.observers
+                .note(format!("chosen for you: {}", taken.join(" ")));
         }
         if let Some(samples) = &self.data.eval_samples {
             let held_out = match self.training.evaluation.eval_fraction {
                 Some(_) => " not trained on",
                 None => "",
             };
-            print_line(&format!("evaluation on {}{held_out}", samples.summary()));
+            self.observers
+                .note(format!("evaluation on {}{held_out}", samples.summary()));
         }
     }
 
@@ -97,7 +99,9 @@ impl TrainingRun {
             return Ok(());
         }
         let ranks = &self.training.ranks;
-        ranks.warn_of_idle_precision(mesh.world.device());
+        if let Some(warning) = ranks.warning_of_precision(mesh.world.device()) {
+            self.observers.warn(warning);
+        }
         let catalog = params.catalog();
         let num_values = |trainable| -> usize {
             let entries = catalog.iter().filter(|entry| entry.trainable == trainable);
@@ -124,11 +128,11 @@ impl TrainingRun {
         } else {
             ""
         };
-        print_line(&format!(
+        self.observers.note(format!(
             "{said}; {up_to}{} per step",
             counted(batches.num_tokens(), "token")
         ));
-        print_line(&format!(
+        self.observers.note(format!(
             "memory of the largest rank, expected: {}",
             peaks_in_words(&expected)
         ));
@@ -140,7 +144,7 @@ impl TrainingRun {
                 _ => (1, num_processes),
             };
             if let Some(warning) = warning_of_memory(&expected, ranks) {
-                eprintln!("{warning}");
+                self.observers.warn(warning);
             }
         }
         Ok(())

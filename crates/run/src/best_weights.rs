@@ -8,7 +8,7 @@ use candle_parallel::checkpoint::TrainingCheckpoint;
 use candle_train::{Activity, EvalHistory, Trainer, TrainingRecord, counted};
 
 use crate::args::training::TrainingArgs;
-use crate::output::print_line;
+use crate::observer::Observers;
 
 impl TrainingArgs {
     /// The folder in which the run keeps its best weights until its end, if it needs them and has no folder of checkpoints.
@@ -50,7 +50,12 @@ pub(crate) fn remove_best(output: &Path) -> Result<()> {
 ///
 /// # Errors
 /// Failures of ranks and devices.
-pub(crate) fn take_best(trainer: &mut Trainer, mesh: &Mesh, folders: &[&Path]) -> Result<()> {
+pub(crate) fn take_best(
+    trainer: &mut Trainer,
+    mesh: &Mesh,
+    folders: &[&Path],
+    observers: &Observers,
+) -> Result<()> {
     let best = trainer.evaluations().and_then(|history| history.best);
     let Some((loss, step)) = best.filter(|(_, step)| *step != trainer.step()) else {
         return Ok(());
@@ -74,7 +79,7 @@ pub(crate) fn take_best(trainer: &mut Trainer, mesh: &Mesh, folders: &[&Path]) -
                     ))
                 })?;
                 if is_first {
-                    print_line(&format!(
+                    observers.note(format!(
                         "the weights after step {step}, with the least evaluation loss, {loss:.4}, are what is saved"
                     ));
                 }
@@ -84,18 +89,18 @@ pub(crate) fn take_best(trainer: &mut Trainer, mesh: &Mesh, folders: &[&Path]) -
         }
     }
     if is_first {
-        eprintln!(
-            "warning: the weights after step {last} are what is saved, as those with the least evaluation loss, after step {step}, are lost: {why_not}"
-        );
+        observers.warn(format!(
+            "the weights after step {last} are what is saved, as those with the least evaluation loss, after step {step}, are lost: {why_not}"
+        ));
     }
     Ok(())
 }
 
 /// Says where the best weights are of a run that was stopped and has no other checkpoints, if it has any; for the first rank.
-pub(crate) fn tell_of_best(trainer: &Trainer, folder: &Path) {
+pub(crate) fn tell_of_best(trainer: &Trainer, folder: &Path, observers: &Observers) {
     let best = trainer.evaluations().and_then(|history| history.best);
     if let Some((loss, step)) = best {
-        print_line(&format!(
+        observers.note(format!(
             "the weights with the least evaluation loss, {loss:.4}, are in {} until the next run; candle-train export writes them as a model",
             TrainingCheckpoint::path(folder, step).display()
         ));
@@ -103,7 +108,7 @@ pub(crate) fn tell_of_best(trainer: &Trainer, folder: &Path) {
 }
 
 /// Says that evaluations have ended the training, if they have; for the first rank.
-pub(crate) fn tell_if_early(trainer: &Trainer) {
+pub(crate) fn tell_if_early(trainer: &Trainer, observers: &Observers) {
     if !trainer.is_stopped_early() {
         return;
     }
@@ -114,7 +119,7 @@ pub(crate) fn tell_if_early(trainer: &Trainer) {
     let best =
         best.map(|(loss, step)| format!("; the least loss, {loss:.4}, was that after step {step}"));
     let (step, num_steps) = (trainer.step(), trainer.num_steps());
-    print_line(&format!(
+    observers.note(format!(
         "stopped after step {step} of {num_steps}: {} without improvement{}",
         counted(num_without_improvement, "evaluation"),
         best.unwrap_or_default()

@@ -38,8 +38,8 @@ impl<S: Start> Run<S> {
     }
 
     /// Passes over the data.
-    pub fn epochs(mut self, epochs: f64) -> Self {
-        self.training.batches.epochs = epochs;
+    pub fn epochs(mut self, epochs: impl Into<f64>) -> Self {
+        self.training.batches.epochs = epochs.into();
         self.training.batches.steps = None;
         self
     }

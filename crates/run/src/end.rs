@@ -7,7 +7,8 @@ use candle_core::Error;
 use candle_launch::{NOT_SAVED_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
 use candle_train::counted;
 
-use crate::output::{exit_code_of_refusal, print_error, print_line, print_message};
+use crate::observer::{Observers, RunEvent};
+use crate::output::{exit_code_of_refusal, in_words};
 use crate::stop::{Left, Stop, Stopped};
 
 /// How a rank's part ended, the same on every rank.
@@ -24,12 +25,19 @@ pub(crate) enum End {
 
 impl End {
     /// Says how a run of `num_steps` ended, whose model is in `output`; a process that `is_alone` has all ranks. One rank need call it.
-    pub(crate) fn tell(&self, stop: &Stop, num_steps: usize, (output, is_alone): (&Path, bool)) {
+    pub(crate) fn tell(
+        &self,
+        stop: &Stop,
+        num_steps: usize,
+        (output, is_alone): (&Path, bool),
+        observers: &Observers,
+    ) {
+        let fail = |failure: &str| observers.tell(&RunEvent::Failure(failure));
         match self {
-            Self::Complete => print_line(&format!("saved to {}", output.display())),
+            Self::Complete => observers.note(format!("saved to {}", output.display())),
             Self::WithoutCheckpoints(number) => {
-                print_line(&format!("saved to {}", output.display()));
-                print_message(&format!(
+                observers.note(format!("saved to {}", output.display()));
+                fail(&format!(
                     "the model is saved, but not one of {} could be: see the warnings above",
                     counted(*number, "checkpoint")
                 ));
@@ -42,14 +50,14 @@ impl End {
                     Left::Unsaved { has_model, .. } => has_model.then_some(output),
                 };
                 if let Some(saved) = saved {
-                    print_line(&format!("saved to {}", saved.display()));
+                    observers.note(format!("saved to {}", saved.display()));
                 }
                 match stopped.left {
-                    Left::Unsaved { .. } => print_message(&how),
-                    _ => print_line(&how),
+                    Left::Unsaved { .. } => fail(&how),
+                    _ => observers.note(&how),
                 }
             }
-            Self::Refused(err) | Self::Diverged(err) => print_error(err),
+            Self::Refused(err) | Self::Diverged(err) => fail(&in_words(err)),
         }
     }
 

@@ -15,6 +15,7 @@ use toml::Table;
 use crate::adapter_base::refuse_adapter;
 use crate::args::data::DataModel;
 use crate::args::lora::LoraArgs;
+use crate::observer::Observers;
 use crate::run::{Run, Start};
 use crate::stop::Stop;
 use crate::training_run::{InitialWeights, TrainingRun};
@@ -78,7 +79,11 @@ impl Start for FromCheckpoint {
         shared
     }
 
-    fn prepare(run: &Finetune, stop: Stop) -> Result<TrainingRun> {
+    fn prepare<'o>(
+        run: &Finetune,
+        stop: Stop,
+        observers: Observers<'o>,
+    ) -> Result<TrainingRun<'o>> {
         let FromCheckpoint {
             model: named,
             adapters,
@@ -118,6 +123,7 @@ impl Start for FromCheckpoint {
         let data = run.data.read(of_model, (&training, &ranks))?;
         inputs.extend(data.inputs.iter().cloned());
         Ok(TrainingRun {
+            observers,
             taken,
             samples: run.samples.clone(),
             stop,

@@ -2,22 +2,18 @@
 
 use candle_comm::Mesh;
 use candle_core::Result;
-use candle_train::{
-    Batches, DataPosition, MetricsLine, Progress, TrainEvent, Trainer, peaks_in_words,
-};
+use candle_train::{Batches, DataPosition, TrainEvent, Trainer, peaks_in_words};
 
-use crate::args::logs::StepLogs;
 use crate::best_weights::tell_if_early;
-use crate::output::print_line;
+use crate::observer::RunEvent;
 use crate::training_run::TrainingRun;
 
-impl TrainingRun {
-    /// Trains; the rank that has `logs`, the first one, shows progress and writes metrics. What it trained on.
+impl TrainingRun<'_> {
+    /// Trains; what happens the first rank tells. What it trained on.
     pub(crate) fn fit(
         &self,
         trainer: &mut Trainer,
         mesh: &Mesh,
-        logs: Option<StepLogs>,
         position: Option<DataPosition>,
     ) -> Result<Batches> {
         // A server sees no data, and tells by the first worker's how far it is.
@@ -30,37 +26,26 @@ impl TrainingRun {
             batches = batches.continued(trainer.step(), position.total);
         }
         let is_first = mesh.world.rank() == 0;
-        let mut shown = logs.map(|logs| (Progress::new(trainer.num_steps()), logs));
-        let mut tracer = self.training.logs.trace.tracer(mesh, trainer.step());
-        let trained = trainer.train_observed(&batches, |event| {
-            let traced = match (&mut tracer, event) {
-                (Some(tracer), TrainEvent::Step(step)) => tracer.after_step(step.step)?,
-                _ => None,
-            };
-            if let Some((progress, logs)) = &mut shown {
-                if let Some(traced) = traced {
-                    progress.println(&traced);
-                }
-                let line: Option<MetricsLine> = match event {
-                    TrainEvent::Step(step) => {
-                        self.stop.note(step.global_step);
-                        progress.update(step);
-                        Some(step.into())
-                    }
-                    TrainEvent::Begin(what) => {
-                        progress.between_steps(what);
-                        None
-                    }
-                    TrainEvent::Evaluation(evaluation) => {
-                        progress.println(&evaluation.in_words());
-                        Some(evaluation.into())
-                    }
-                    _ => None,
-                };
-                if let Some(line) = line {
-                    logs.log(&line, |warning| progress.println(warning));
-                }
+        let observers = &self.observers;
+        let tell = |event: RunEvent| {
+            if is_first {
+                observers.tell(&event);
             }
+        };
+        let num_steps = trainer.num_steps();
+        tell(RunEvent::Begin { num_steps });
+        let trace = &self.training.logs.trace;
+        let mut tracer = trace.tracer(mesh, trainer.step(), observers);
+        let trained = trainer.train_observed(&batches, |event| {
+            if let (Some(tracer), TrainEvent::Step(step)) = (&mut tracer, event)
+                && let Some(traced) = tracer.after_step(step.step)?
+            {
+                tell(RunEvent::Note(&traced));
+            }
+            if let (true, TrainEvent::Step(step)) = (is_first, event) {
+                self.stop.note(step.global_step);
+            }
+            tell(RunEvent::Train(event));
             Ok(())
         });
         // Otherwise a rank is gone, and nobody can ask the others what they did.
@@ -69,21 +54,19 @@ impl TrainingRun {
             Some(mut tracer) => tracer.finish(),
             None => Ok(None),
         };
-        if let (Ok(Some(traced)), Some((progress, _))) = (&traced, &mut shown) {
-            progress.println(traced);
+        if let Ok(Some(traced)) = &traced {
+            tell(RunEvent::Note(traced));
         }
         trained.and(traced)?;
-        if let Some((progress, _)) = &mut shown {
-            progress.finish();
-        }
+        tell(RunEvent::End);
         if is_first {
-            tell_if_early(trainer);
+            tell_if_early(trainer, observers);
         }
         mesh.world.set_step(trainer.step(), "after training");
         let memory = trainer.memory_of_largest_rank(trainer.memory())?;
         if is_first {
             let memory = peaks_in_words(&memory);
-            print_line(&format!("memory of the largest rank: {memory}"));
+            observers.note(format!("memory of the largest rank: {memory}"));
         }
         Ok(batches)
     }

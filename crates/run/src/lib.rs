@@ -17,6 +17,7 @@ mod flags;
 mod generation_config;
 mod idle;
 mod name;
+mod observer;
 mod output;
 mod parameter_server;
 mod pretrain;
@@ -57,6 +58,7 @@ pub use fingerprint::fingerprint_of_program;
 pub use flags::{Layer, find, leave_out, names, numbers_may_be_negative, words_of_layers};
 pub use generation_config::{GENERATION_FILE, GenerationFile};
 pub use idle::Idle;
+pub use observer::{Console, Observer, Observers, RunEvent};
 pub use output::{
     exit_as_rank, exit_with, in_words, print_error, print_for_all, print_line, print_message,
 };
@@ -64,4 +66,4 @@ pub use pretrain::{FromScratch, ModelArgs, Pretrain};
 pub use record::{WEIGHTS, digest_of_weights};
 pub use run::{CONFIG_FILE, Run, Start, read_table};
 pub use stop::Stop;
-pub use training_run::TrainingRun;
+pub use training_run::{Trained, TrainingRun};

@@ -14,7 +14,7 @@ use crate::training_run::TrainingRun;
 /// Settings that may be others when a run starts again: what fewer ranks choose, and the day.
 const MAY_CHANGE: [&str; 3] = [GLOBAL_BATCH_SIZE, NUM_STEPS, DATE];
 
-impl TrainingRun {
+impl TrainingRun<'_> {
     /// What this run is called: as in the checkpoint that it goes on from. One that was to go on and has no checkpoint begins again, and is
     /// the one whose metrics are there if that had the same model, data and settings. Any other has a name of its own: a digest of these
     /// and a random number.

@@ -11,7 +11,7 @@ use crate::allocator::keep_freed_memory;
 use crate::end::End;
 use crate::training_run::{OfRun, TrainingRun};
 
-impl TrainingRun {
+impl TrainingRun<'_> {
     /// Runs the ranks of this process, and has the first one of the run told how it ended; whether an error is another rank's.
     pub(crate) fn run_with_servers(
         &self,
@@ -24,6 +24,7 @@ impl TrainingRun {
         let is_of_peer = AtomicBool::new(false);
         let results =
             launch::mailboxes(ranks, (num_servers + num_workers, num_servers), |mailbox| {
+                self.training.ranks.settle();
                 let end = match mailbox.rank() < num_servers {
                     true => self.serve(mailbox, num_servers, of_run),
                     false => self.work(mailbox, num_servers).map(|()| End::Complete),
@@ -69,6 +70,8 @@ impl TrainingRun {
         let own = mailbox.rank() - num_servers;
         let batches = self.training.training_batches(&self.data.samples, own)?;
         keep_freed_memory();
-        worker.with_stop(self.stop.asks()).train(batches)
+        worker
+            .with_stop(self.stop.asks(&self.observers))
+            .train(batches)
     }
 }

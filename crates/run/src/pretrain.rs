@@ -14,6 +14,7 @@ use toml::{Table, Value};
 use crate::args::data::DataModel;
 use crate::args::lora::LoraArgs;
 use crate::args::number::whole;
+use crate::observer::Observers;
 use crate::run::{Run, Start};
 use crate::stop::Stop;
 use crate::training_run::{InitialWeights, TrainingRun};
@@ -93,7 +94,11 @@ impl Start for FromScratch {
         }
     }
 
-    fn prepare(run: &Pretrain, stop: Stop) -> Result<TrainingRun> {
+    fn prepare<'o>(
+        run: &Pretrain,
+        stop: Stop,
+        observers: Observers<'o>,
+    ) -> Result<TrainingRun<'o>> {
         let FromScratch {
             tokenizer: dir,
             model,
@@ -130,6 +135,7 @@ impl Start for FromScratch {
         let data = run.data.read(of_model, (&training, &ranks))?;
         let inputs = dir.iter().chain(&data.inputs).cloned();
         Ok(TrainingRun {
+            observers,
             taken,
             samples: run.samples.clone(),
             stop,

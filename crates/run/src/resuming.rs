@@ -5,7 +5,6 @@ use candle_core::Result;
 use candle_parallel::checkpoint::TrainingCheckpoint;
 use candle_train::{Activity, DataPosition, EvalHistory, LossHistory, TrainConfig, TrainingRecord};
 
-use crate::output::print_line;
 use crate::training_run::TrainingRun;
 
 /// What a run goes on from.
@@ -19,7 +18,7 @@ pub(crate) struct Resumed {
     pub losses: LossHistory,
 }
 
-impl TrainingRun {
+impl TrainingRun<'_> {
     /// What the run goes on from, if it does, and if its data and settings allow it. Every rank must call it.
     pub(crate) fn resumed(
         &self,
@@ -31,7 +30,7 @@ impl TrainingRun {
         let is_first = world.rank() == 0;
         let is_asked = is_restart || args.resume.is_some();
         let reading = (is_first && is_asked).then(|| Activity::start("reading the checkpoint"));
-        let opened = args.open(world, is_restart)?;
+        let opened = args.open(world, is_restart, &self.observers)?;
         drop(reading);
         let Some(checkpoint) = opened else {
             if is_first && is_asked {
@@ -39,31 +38,33 @@ impl TrainingRun {
                 let where_not = place.map_or("as there is no --save-dir".into(), |dir| {
                     format!("in {dir}")
                 });
-                print_line(&format!("no checkpoint {where_not}: the run begins"));
+                self.observers
+                    .note(format!("no checkpoint {where_not}: the run begins"));
             }
             return Ok(None);
         };
         let earlier = TrainingRecord::of(&checkpoint)?;
         let changed = record.check(&earlier, args.resume_anyway || is_restart)?;
         for change in changed.iter().filter(|_| is_first) {
-            eprintln!("warning: {change}");
+            self.observers.warn(change);
         }
         if is_first {
             let (dir, step) = (checkpoint.dir().display(), checkpoint.step());
             if earlier.repeats_gradients {
-                eprintln!(
-                    "warning: {dir} has gradients of asynchronous workers of steps after {step}, which come again: the run does not go on \
+                self.observers.warn(format!(
+                    "{dir} has gradients of asynchronous workers of steps after {step}, which come again: the run does not go on \
                      exactly as it was"
-                );
+                ));
             }
             let other_sums = record.other_sums(&earlier);
             if !other_sums.is_empty() {
-                eprintln!(
-                    "warning: {}: the same numbers are added in another order, so that the last bits of the weights will differ",
+                self.observers.warn(format!(
+                    "{}: the same numbers are added in another order, so that the last bits of the weights will differ",
                     other_sums.join("; ")
-                );
+                ));
             }
-            print_line(&format!("resumed after step {step} from {dir}"));
+            self.observers
+                .note(format!("resumed after step {step} from {dir}"));
         }
         Ok(Some(Resumed {
             position: earlier.position,

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use candle_core::{Error, Result};
+use candle_launch::NEEDS_MPI_EXIT_CODE;
 use candle_parallel::checkpoint::read_text_file;
 use clap::{Args, Command};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -17,8 +18,9 @@ use crate::defaults::Taken;
 use crate::finetune::FromCheckpoint;
 use crate::flags::{Layer, arguments, default_of, is_contradicted, parse_layers};
 use crate::idle::Idle;
+use crate::observer::Observers;
 use crate::stop::Stop;
-use crate::training_run::TrainingRun;
+use crate::training_run::{Trained, TrainingRun};
 
 /// The file in a model's folder that says how the model was made.
 pub const CONFIG_FILE: &str = "candle_train.toml";
@@ -77,7 +79,11 @@ pub trait Start: Args + Clone + Debug + Serialize + Send + Sync {
     ///
     /// # Errors
     /// What keeps the first step from being done.
-    fn prepare(run: &Run<Self>, stop: Stop) -> Result<TrainingRun>;
+    fn prepare<'o>(
+        run: &Run<Self>,
+        stop: Stop,
+        observers: Observers<'o>,
+    ) -> Result<TrainingRun<'o>>;
 }
 
 impl<S: Start> Default for Run<S> {
@@ -138,8 +144,39 @@ impl<S: Start> Run<S> {
     /// # Errors
     /// What keeps the first step from being done.
     pub fn train_as_rank(&self) -> Result<ExitCode> {
+        let is_mesh = self.training.strategy.num_servers() == 0;
+        if is_mesh && self.training.ranks.needs_mpi()? {
+            return Ok(ExitCode::from(NEEDS_MPI_EXIT_CODE));
+        }
+        let stop = Stop::at_signals(self.training.batches.max_secs);
+        S::prepare(self, stop, Observers::console())?.run_as_rank()
+    }
+
+    /// Does what it says, with the ranks as threads of this process, or with this process as the rank that a launcher has made it, and tells
+    /// how it goes on stdout and stderr.
+    ///
+    /// # Errors
+    /// What keeps it from being done, or done to the end.
+    pub fn train(&self) -> Result<Trained> {
+        self.train_with(Observers::console())
+    }
+
+    /// As [`Self::train`], telling others how it goes.
+    ///
+    /// # Errors
+    /// As [`Self::train`].
+    pub fn train_with(&self, observers: Observers) -> Result<Trained> {
+        self.check()?;
         let stop = Stop::new(self.training.batches.max_secs);
-        S::prepare(self, stop)?.run()
+        S::prepare(self, stop, observers)?.run()
+    }
+
+    /// Checks what its values tell alone.
+    ///
+    /// # Errors
+    /// A value that its flag does not take; a flag that contradicts another one, or would do nothing.
+    pub fn check(&self) -> Result<()> {
+        Self::from_table(&self.changed()?).map(drop)
     }
 
     /// All values, in sections.

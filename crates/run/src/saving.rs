@@ -7,7 +7,8 @@ use candle_core::Result;
 use candle_parallel::checkpoint::HfSave;
 use candle_train::{Activity, Batches, DataPosition, Trainer};
 
-use crate::output::print_error;
+use crate::observer::{Observers, RunEvent};
+use crate::output::in_words;
 use crate::stop::{Left, Stopped, newest_checkpoint};
 
 /// Leaves what a run that was stopped can be gone on with: a checkpoint, with the place in its `batches`, or without those the model. Every
@@ -17,6 +18,7 @@ pub(crate) fn leave(
     (batches, save_dir): (Option<&Batches>, Option<&Path>),
     save: &HfSave,
     is_first: bool,
+    observers: &Observers,
 ) -> Result<Stopped> {
     let step = trainer.step();
     let saving = is_first.then(|| Activity::start("saving a checkpoint"));
@@ -39,7 +41,7 @@ pub(crate) fn leave(
         Some(Err(_)) => {
             let model = save_model(trainer, &save, is_first);
             if let (Err(error), true) = (&model, is_first) {
-                print_error(error);
+                observers.tell(&RunEvent::Failure(&in_words(error)));
             }
             Left::Unsaved {
                 has_model: model.is_ok(),

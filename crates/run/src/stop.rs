@@ -11,6 +11,8 @@ use candle_launch::{NOT_SAVED_EXIT_CODE, StopSignals, before_ending};
 use candle_parallel::checkpoint::{CheckpointManifest, checkpoints_in, remove_leftovers};
 use candle_train::counted;
 
+use crate::observer::Observers;
+
 /// How a run was stopped.
 pub struct Stopped {
     /// Steps that were done.
@@ -98,24 +100,43 @@ fn command_that_resumes() -> String {
 pub struct Stop {
     start: Instant,
     max_secs: Option<u64>,
-    /// Once there are steps.
-    signals: Arc<OnceLock<&'static StopSignals>>,
+    /// Whether signals to the process are about this run.
+    hears_signals: bool,
+    /// Once there are steps; the signals, if it hears them.
+    signals: Arc<OnceLock<Option<&'static StopSignals>>>,
     position: Arc<Position>,
 }
 
 impl Stop {
-    /// Of a run that begins now. Until there are steps signals end the process.
+    /// Of a run that begins now, in a program that does other things too: signals are none of its business.
     pub fn new(max_secs: Option<u64>) -> Self {
         Self {
             start: Instant::now(),
             max_secs,
+            hears_signals: false,
             signals: Arc::default(),
             position: Arc::default(),
         }
     }
 
+    /// Of a run that begins now and is what the program does. Until there are steps signals end the process.
+    pub fn at_signals(max_secs: Option<u64>) -> Self {
+        Self {
+            hears_signals: true,
+            ..Self::new(max_secs)
+        }
+    }
+
+    /// Whether the run is what the program does.
+    pub(crate) fn is_of_program(&self) -> bool {
+        self.hears_signals
+    }
+
     /// A signal that ends the process before there are steps leaves none of the files and folders that it has made to keep others out.
     pub fn cleans_up(&self) {
+        if !self.hears_signals {
+            return;
+        }
         let signals = self.signals.clone();
         before_ending(move || {
             if signals.get().is_none() {
@@ -135,17 +156,20 @@ impl Stop {
         self.position.num_done.store(num_done, Ordering::Relaxed);
     }
 
-    /// From now on a signal stops the run between two steps; the question, asked in each of them, whether it is time.
-    pub fn asks(&self) -> impl Fn() -> bool + Send + use<> {
+    /// From now on a signal stops the run between two steps, if it hears them; the question, asked in each of them, whether it is time.
+    pub fn asks(&self, observers: &Observers) -> impl Fn() -> bool + Send + use<> {
+        let asked = observers.ask_to_stop();
         let position = self.position.clone();
         let say = move |signal: &str, is_again| position.tell(signal, is_again);
-        let signals = *self.signals.get_or_init(|| StopSignals::defer(say));
+        let hear = || self.hears_signals.then(|| StopSignals::defer(say));
+        let signals = *self.signals.get_or_init(hear);
         let (start, position) = (self.start, self.position.clone());
         let max = self.max_secs.map(Duration::from_secs);
         move || {
             let step = position.num_done.load(Ordering::Relaxed) + 1;
             let is_time = max.is_some_and(|max| start.elapsed() >= max);
-            let is_asked = signals.received().is_some();
+            let is_asked = signals.is_some_and(|signals| signals.received().is_some());
+            let is_asked = is_asked || asked.load(Ordering::Relaxed);
             if !is_asked {
                 position.asked.fetch_max(step, Ordering::Relaxed);
             }
@@ -159,7 +183,7 @@ impl Stop {
     }
 
     fn signal(&self) -> Option<(&'static str, u8)> {
-        self.signals.get()?.received()
+        (*self.signals.get()?)?.received()
     }
 
     /// Why the run was stopped, and how to go on; `output` holds the model as it is if there is no checkpoint. A process that
@@ -173,6 +197,7 @@ impl Stop {
         let why = match (self.signal(), self.max_secs) {
             (Some((signal, _)), _) => signal.to_string(),
             (None, Some(secs)) if self.is_time_over() => format!("--max-secs {secs}"),
+            (None, _) if !self.hears_signals => "an observer".to_string(),
             (None, _) => "a signal to another rank".to_string(),
         };
         let step = stopped.step;
@@ -182,6 +207,9 @@ impl Stop {
             output.display()
         );
         let how = match &stopped.left {
+            Left::Checkpoint(_) if !self.hears_signals => {
+                "to go on, run it again with checkpoints.resume = \"latest\"".to_string()
+            }
             Left::Checkpoint(_) if is_alone => format!("to go on: {}", command_that_resumes()),
             Left::Checkpoint(_) => {
                 "to go on, start the ranks as before, with --resume latest".to_string()

@@ -19,7 +19,7 @@ use toml::Table;
 
 use crate::allocator::keep_freed_memory;
 use crate::args::data::TrainingData;
-use crate::args::logs::StepLogs;
+use crate::args::logs::Log;
 use crate::args::lora::LoraArgs;
 use crate::args::samples::SampleArgs;
 use crate::args::training::TrainingArgs;
@@ -28,6 +28,7 @@ use crate::defaults::Taken;
 use crate::end::End;
 use crate::fingerprint::fingerprint;
 use crate::generation_config::GENERATION_FILE;
+use crate::observer::{Numbers, Observers};
 use crate::output::{code_of_refusal, in_words, print_for_all};
 use crate::record::DATE;
 use crate::run::{CONFIG_FILE, text_of};
@@ -35,7 +36,9 @@ use crate::saving::{leave, save_model};
 use crate::stop::{Stop, Stopped};
 
 /// Everything that the ranks of this process need, read once.
-pub struct TrainingRun {
+pub struct TrainingRun<'o> {
+    /// Who is told what happens.
+    pub(crate) observers: Observers<'o>,
     pub(crate) training: TrainingArgs,
     pub(crate) ranks: RunConfig,
     pub(crate) samples: SampleArgs,
@@ -64,6 +67,22 @@ pub struct TrainingRun {
     /// The file that flags came from.
     pub(crate) file: Option<PathBuf>,
     pub(crate) is_date_given: bool,
+}
+
+/// What came of a run.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Trained {
+    /// The folder of the trained model, or of its adapter.
+    pub output: PathBuf,
+    /// Whether an observer or the time ended it before its last step.
+    pub is_stopped: bool,
+    /// Steps that were done, of this run and of those that it went on from.
+    pub steps: usize,
+    /// The loss of the last step, on the first rank's process.
+    pub loss: Option<f64>,
+    /// That of the last evaluation.
+    pub eval_loss: Option<f64>,
 }
 
 /// What all ranks of a run are told: how it trains, on which ranks, how it saves, and what it notes.
@@ -122,9 +141,46 @@ impl InitialWeights {
 /// Files that tell what a model is, and not what an adapter is.
 const OF_THE_MODEL: [&str; 3] = ["config.json", GENERATION_FILE, "README.md"];
 
-impl TrainingRun {
-    /// Checks what can be checked, trains and saves.
-    pub(crate) fn run(mut self) -> Result<ExitCode> {
+impl TrainingRun<'_> {
+    /// Trains and saves as what the program does; the exit code tells how it ended.
+    pub(crate) fn run_as_rank(mut self) -> Result<ExitCode> {
+        let (ended, is_of_peer) = self.run_ranks()?;
+        match ended {
+            Err(err) if is_of_peer || self.stop.has_begun() => {
+                print_for_all(&in_words(&err));
+                Ok(match is_of_peer {
+                    true => ExitCode::from(PEER_FAILED_EXIT_CODE),
+                    false => ExitCode::FAILURE,
+                })
+            }
+            ended => Ok(ended?.exit_code(&self.stop, &self.ranks.env)),
+        }
+    }
+
+    /// Trains and saves.
+    pub(crate) fn run(mut self) -> Result<Trained> {
+        let (ended, _) = self.run_ranks()?;
+        let is_stopped = match ended? {
+            End::Refused(err) | End::Diverged(err) => return Err(err),
+            End::Complete | End::WithoutCheckpoints(_) => false,
+            End::Stopped(_) => true,
+        };
+        let Numbers {
+            steps,
+            loss,
+            eval_loss,
+        } = self.observers.numbers();
+        Ok(Trained {
+            output: self.training.output.output,
+            is_stopped,
+            steps,
+            loss,
+            eval_loss,
+        })
+    }
+
+    /// Checks what can be checked, trains and saves: how it ended, and whether a failure is another rank's.
+    fn run_ranks(&mut self) -> Result<(Result<End>, bool)> {
         let mut ranks = self.ranks.clone();
         // Of this run, not of that which made the model.
         self.sidecars.retain(|(name, _)| name != CONFIG_FILE);
@@ -209,9 +265,15 @@ impl TrainingRun {
         ranks.failure_exit_code.store(refusal, Ordering::Relaxed);
         let num_steps = train.lr_schedule.num_steps;
         let tell = |end: End| {
+            // What keeps a library's run from its end is said by who called it.
+            let is_error = matches!(end, End::Refused(_) | End::Diverged(_));
+            if is_error && !self.stop.is_of_program() {
+                return end;
+            }
             // While the others wait: mpirun ends a process when another one has ended with an error.
             let is_alone = ranks.env.world_size() == 1;
-            end.tell(&self.stop, num_steps, (&output, is_alone));
+            let place = (output.as_path(), is_alone);
+            end.tell(&self.stop, num_steps, place, &self.observers);
             end
         };
         let of_run = OfRun {
@@ -224,6 +286,7 @@ impl TrainingRun {
         let (ends, is_of_peer) = match self.training.strategy.num_servers() {
             0 => {
                 let ends = launch::run(&ranks, |world| {
+                    self.training.ranks.settle();
                     let is_first = world.rank() == 0;
                     let mesh = Mesh::new(world, self.training.layout.degrees())?;
                     let end = self.run_rank(of_run, &mesh, None)?;
@@ -233,27 +296,15 @@ impl TrainingRun {
             }
             num_servers => self.run_with_servers(num_servers, of_run, tell),
         };
-        match ends {
-            Err(err) if is_of_peer || self.stop.has_begun() => {
-                print_for_all(&in_words(&err));
-                Ok(match is_of_peer {
-                    true => ExitCode::from(PEER_FAILED_EXIT_CODE),
-                    false => ExitCode::FAILURE,
-                })
-            }
-            ends => {
-                let ends = ends?;
-                let end = ends.into_iter().next().unwrap_or(End::Complete);
-                // A run that failed or was stopped may have nothing else.
-                if claimed.is_some()
-                    && matches!(end, End::Complete | End::WithoutCheckpoints(_))
-                    && let Err(err) = remove_best(&output)
-                {
-                    eprintln!("warning: {err}");
-                }
-                Ok(end.exit_code(&self.stop, &ranks.env))
-            }
+        let ended = ends.map(|ends| ends.into_iter().next().unwrap_or(End::Complete));
+        // A run that failed or was stopped may have nothing else.
+        if claimed.is_some()
+            && matches!(ended, Ok(End::Complete | End::WithoutCheckpoints(_)))
+            && let Err(err) = remove_best(&output)
+        {
+            self.observers.warn(err.to_string());
         }
+        Ok((ended, is_of_peer))
     }
 
     fn evaluation(
@@ -303,7 +354,7 @@ impl TrainingRun {
                 && !resumes_from_best
                 && let Err(err) = remove_best(&training.output.output)
             {
-                eprintln!("warning: {err}");
+                self.observers.warn(err.to_string());
             }
             let saver =
                 training
@@ -370,10 +421,13 @@ impl TrainingRun {
             name = resumed.checkpoint.run().to_string();
             resumed.position
         });
-        let logs = match self.logs((&trainer, save), &mesh.world, (&name, position.is_some())) {
-            Ok(logs) => logs,
+        match self.logs((&trainer, save), &mesh.world, (&name, position.is_some())) {
+            Ok(logs) => {
+                let logs = logs.into_iter().flatten();
+                logs.for_each(|log| self.observers.push(Box::new(log)));
+            }
             Err(err) => return Ok(End::Refused(err)),
-        };
+        }
         keep_freed_memory();
         let save_dir = training.checkpoints.save_dir.as_deref();
         if is_first {
@@ -381,17 +435,23 @@ impl TrainingRun {
             self.stop.note(trainer.step());
         }
         ranks.failure_exit_code.store(1, Ordering::Relaxed);
-        let mut trainer = trainer.with_stop(self.stop.asks());
-        let batches = match self.fit(&mut trainer, mesh, logs, position) {
+        let mut trainer = trainer.with_stop(self.stop.asks(&self.observers));
+        let batches = match self.fit(&mut trainer, mesh, position) {
             Ok(batches) => batches,
             Err(err) if trainer.has_diverged() => return Ok(End::Diverged(err)),
             Err(err) => return Err(err),
         };
         if trainer.is_stopped() {
             let batches = save_dir.is_some().then_some(&batches);
-            let stopped = leave(&mut trainer, (batches, save_dir), save, is_first)?;
+            let stopped = leave(
+                &mut trainer,
+                (batches, save_dir),
+                save,
+                is_first,
+                &self.observers,
+            )?;
             if is_first && let Some(folder) = training.folder_of_best()? {
-                tell_of_best(&trainer, &folder);
+                tell_of_best(&trainer, &folder, &self.observers);
             }
             let output_flag = if self.lora.is_given() {
                 "--adapter"
@@ -407,7 +467,7 @@ impl TrainingRun {
             let best = training.folder_of_best()?;
             let folders = best.as_deref().into_iter();
             let folders: Vec<&Path> = folders.chain(training.checkpoints.folders()).collect();
-            take_best(&mut trainer, mesh, &folders)?;
+            take_best(&mut trainer, mesh, &folders, &self.observers)?;
         }
         self.print_sample(last_title, mesh, trainer.part())?;
         save_model(&trainer, save, is_first)?;
@@ -423,12 +483,12 @@ impl TrainingRun {
         (trainer, save): (&Trainer, &HfSave),
         world: &ProcessGroup,
         (run, is_resumed): (&str, bool),
-    ) -> Result<Option<StepLogs>> {
-        let open = || -> Result<StepLogs> {
+    ) -> Result<Option<Vec<Log>>> {
+        let open = || -> Result<Vec<Log>> {
             trainer.check_space(save)?;
             let resumed_at = is_resumed.then(|| trainer.step());
             let of = self.metrics_of(run, is_resumed);
-            self.training.logs.open(resumed_at, of)
+            self.training.logs.open(resumed_at, of, &self.observers)
         };
         agree(world, (world.rank() == 0).then(open).transpose())
     }

@@ -2,3 +2,5 @@
 
 #[path = "run/config.rs"]
 mod config;
+#[path = "run/library.rs"]
+mod library;

@@ -80,7 +80,7 @@ pub fn warning_of_memory(
     let available = left.saturating_add(own.saturating_mul(num_processes));
     (needed > available).then(|| {
         format!(
-            "warning: this run is expected to need {} of this machine's memory, of which it can have {}\n{LESS_MEMORY_HINT}",
+            "this run is expected to need {} of this machine's memory, of which it can have {}\n{LESS_MEMORY_HINT}",
             memory_in_words(needed),
             memory_in_words(available)
         )

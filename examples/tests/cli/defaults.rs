@@ -7,10 +7,7 @@ fn the_bundled_model_and_texts_are_the_defaults_and_may_be_replaced() {
     let finetune = example("finetune_llama").flag("--steps", 0);
     let finetune = finetune.flag("--sample-tokens", 1);
     let help = finetune.clone().switch("--help").succeeds().stdout;
-    for default in [
-        "shakespeare-llama]",
-        "alice.txt]",
-    ] {
+    for default in ["shakespeare-llama]", "alice.txt]"] {
         assert!(help.contains(default), "{default} is not in {help}");
     }
     assert!(help.contains("Usage: finetune_llama [OPTIONS]"), "{help}");

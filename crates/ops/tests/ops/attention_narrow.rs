@@ -84,12 +84,7 @@ fn check(case: Case, seen: Seen, narrow: DType, share: f64) -> Result<()> {
         &[false, true]
     };
     for &deterministic in forms {
-        // Of all tests in this program only the bits of this one depend on it.
-        let settings = GpuSettings {
-            deterministic,
-            ..GpuSettings::get()?
-        };
-        settings.set();
+        GpuSettings::make_deterministic(deterministic);
         let got = run(case, seen, narrow, narrow)?;
         let bounds = [OUT_BOUND, GRAD_BOUND, GRAD_BOUND, GRAD_BOUND].map(|bound| share * bound);
         let names = ["out", "dq", "dk", "dv"];

@@ -16,6 +16,7 @@ use serde::Serialize;
 use crate::args::number::whole;
 use crate::best_weights::place_of_best;
 use crate::flags::default_of;
+use crate::observer::Observers;
 use crate::record::DATE;
 
 /// An error, of the first rank, if a folder without checkpoints has some that were set aside: to begin anew would be another run.
@@ -124,10 +125,11 @@ impl CheckpointArgs {
 
     /// The checkpoint that the run goes on from, if there is one: where a launcher has started the ranks again, the newest of --save-dir,
     /// whatever --resume says; else that of --resume. Every rank must call it.
-    pub fn open(
+    pub(crate) fn open(
         &self,
         world: &ProcessGroup,
         is_restart: bool,
+        observers: &Observers,
     ) -> Result<Option<TrainingCheckpoint>> {
         let is_first = world.rank() == 0;
         let resumes_latest = self.resumes_latest();
@@ -136,7 +138,7 @@ impl CheckpointArgs {
         {
             let (latest, skipped) = TrainingCheckpoint::latest(world, dir)?;
             for why in skipped.iter().filter(|_| is_first) {
-                eprintln!("warning: a newer checkpoint is skipped: {why}");
+                observers.warn(format!("a newer checkpoint is skipped: {why}"));
             }
             if latest.is_some() {
                 return Ok(latest);

@@ -116,6 +116,9 @@ impl DataArgs {
 
     /// An error if what is held out would be trained on, too.
     pub fn validate(&self, evaluation: &EvalArgs) -> Result<()> {
+        if self.data.is_empty() {
+            bail!("no data is named, expected the files or folders to learn from (--data)");
+        }
         let repeated = self.data.iter().find(|spec| spec.weight > 1.0);
         match (evaluation.eval_fraction, repeated) {
             (Some(_), Some(spec)) => bail!(

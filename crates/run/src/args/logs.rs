@@ -1,16 +1,18 @@
 //! Flags about what is written of the steps and evaluations.
 
+use std::ops::ControlFlow;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use candle_comm::message_of;
-use candle_core::{Result, bail};
-use candle_train::{Metrics, MetricsLine, TensorBoard};
+use candle_core::{Error, Result, bail};
+use candle_train::{Metrics, MetricsLine, TensorBoard, TrainEvent};
 use clap::Args;
 use serde::Serialize;
 
 use crate::args::trace::TraceArgs;
 use crate::flags::default_of;
+use crate::observer::{Observer, Observers, RunEvent};
 
 /// Where the numbers of the steps go.
 #[derive(Args, Clone, Debug, Serialize)]
@@ -60,10 +62,25 @@ impl MetricsOf<'_> {
     }
 }
 
-type Log = Box<dyn FnMut(&MetricsLine) -> Result<()>>;
+/// What the steps and evaluations are written to.
+pub(crate) struct Log {
+    name: &'static str,
+    write: Box<dyn FnMut(&MetricsLine) -> Result<()> + Send>,
+}
 
-/// What the steps are written to, by name.
-pub(crate) struct StepLogs(Vec<(&'static str, Log)>);
+impl Observer for Log {
+    fn observe(&mut self, event: &RunEvent) -> Result<ControlFlow<()>> {
+        let line: MetricsLine = match event {
+            RunEvent::Train(TrainEvent::Step(step)) => (*step).into(),
+            RunEvent::Train(TrainEvent::Evaluation(evaluation)) => (*evaluation).into(),
+            _ => return Ok(ControlFlow::Continue(())),
+        };
+        let written = (self.write)(&line);
+        written
+            .map_err(|err| Error::msg(format!("no more {}: {}", self.name, message_of(&err))))?;
+        Ok(ControlFlow::Continue(()))
+    }
+}
 
 impl LogArgs {
     /// An error if something is to be written into the folder `output`, where the trained model will be.
@@ -122,37 +139,35 @@ impl LogArgs {
     }
 
     /// Opens them for a run that begins, or goes on at a step.
-    pub(crate) fn open(&self, resumed_at: Option<usize>, of: MetricsOf) -> Result<StepLogs> {
-        let mut logs: Vec<(&str, Log)> = Vec::new();
+    pub(crate) fn open(
+        &self,
+        resumed_at: Option<usize>,
+        of: MetricsOf,
+        observers: &Observers,
+    ) -> Result<Vec<Log>> {
+        let mut logs = Vec::new();
         if let Some(path) = &self.metrics {
             let mut metrics = of.open(path, resumed_at.unwrap_or(0))?;
             if let (Some(next), Some(step)) = (metrics.next_step(), resumed_at)
                 && next < step
             {
-                eprintln!(
-                    "warning: the metrics file {} ends after step {next} of the {step} that are done: it lacks the others",
+                observers.warn(format!(
+                    "the metrics file {} ends after step {next} of the {step} that are done: it lacks the others",
                     path.display()
-                );
+                ));
             }
-            logs.push(("metrics", Box::new(move |line| metrics.log(line.clone()))));
+            logs.push(Log {
+                name: "metrics",
+                write: Box::new(move |line| metrics.log(line.clone())),
+            });
         }
         if let Some(dir) = &self.tensorboard {
             let mut events = TensorBoard::create(dir, resumed_at.unwrap_or(0))?;
-            logs.push(("curves", Box::new(move |line| events.log(line))));
+            logs.push(Log {
+                name: "curves",
+                write: Box::new(move |line| events.log(line)),
+            });
         }
-        Ok(StepLogs(logs))
-    }
-}
-
-impl StepLogs {
-    /// Writes a line. What cannot be written is told to `warn` and given up: what was trained is worth more than a line about it.
-    pub fn log(&mut self, line: &MetricsLine, mut warn: impl FnMut(&str)) {
-        self.0.retain_mut(|(name, log)| match log(line) {
-            Ok(()) => true,
-            Err(err) => {
-                warn(&format!("warning: no more {name}: {}", message_of(&err)));
-                false
-            }
-        });
+        Ok(logs)
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use candle_comm::{Backend, Degrees, HalfSums, MpiReduction, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
-use candle_launch::{NEEDS_MPI_EXIT_CODE, StartedBy};
+use candle_launch::StartedBy;
 use candle_ops::{DeviceChoice, GpuSettings, MatmulPrecision, ProductChoice};
 use candle_parallel::count_memory_with;
 use clap::Args;
@@ -68,16 +68,13 @@ impl Default for RankArgs {
 }
 
 impl RankArgs {
-    /// How this process takes part in a run with these degrees, which are not 0. Settles how it computes, and how its memory is counted if the program's allocator is [`ALLOCATOR`](crate::ALLOCATOR).
+    /// How this process takes part in a run with these degrees, which are not 0. Settles how its memory is counted if the program's allocator is [`ALLOCATOR`](crate::ALLOCATOR).
     ///
     /// # Errors
     /// A backend, device or number of processes that do not fit; an environment variable that means nothing.
     pub fn config(&self, degrees: Degrees) -> Result<RunConfig> {
-        let mut settings = GpuSettings::get()?;
-        settings.deterministic |= self.deterministic;
-        settings.set();
+        GpuSettings::get()?;
         ProductChoice::from_env()?;
-        self.matmul_precision().set();
         let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
         let is_alone = env.world_size() == 1 && self.backend.is_none_or(|b| b == Backend::Local);
         let is_first = env.rank() == 0;
@@ -116,13 +113,6 @@ impl RankArgs {
             );
         }
         let config = RunConfig::new(backend, env, degrees, devices)?;
-        if backend == Backend::Mpi
-            && config.env.world_size() > 1
-            && config.env.started_by() == StartedBy::CandleTrain
-        {
-            // The launcher knows what that means.
-            std::process::exit(NEEDS_MPI_EXIT_CODE.into());
-        }
         // A rank that has its process for itself may allocate and free on all of its threads.
         count_memory_with(match (backend, degrees.world_size()) {
             (Backend::Local, Some(2..)) => rank_allocated_bytes,
@@ -138,6 +128,26 @@ impl RankArgs {
         })
     }
 
+    /// Whether this process was started by `candle-train launch`, which must start it through mpirun: it is to end with
+    /// [`NEEDS_MPI_EXIT_CODE`](candle_launch::NEEDS_MPI_EXIT_CODE) then.
+    ///
+    /// # Errors
+    /// An environment variable that means nothing.
+    pub fn needs_mpi(&self) -> Result<bool> {
+        let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
+        let device = self.device.unwrap_or(DeviceChoice::preferred());
+        let preferred = || Backend::preferred(&env, device != DeviceChoice::Cpu);
+        let backend = self.backend.unwrap_or_else(preferred);
+        let is_ours = env.world_size() > 1 && env.started_by() == StartedBy::CandleTrain;
+        Ok(is_ours && backend == Backend::Mpi && backend.is_built())
+    }
+
+    /// Makes this rank compute as the flags say: for each rank, before it does anything else.
+    pub fn settle(&self) {
+        GpuSettings::make_deterministic(self.deterministic);
+        self.matmul_precision().set();
+    }
+
     /// As [`Self::config`] for ranks that have nothing between them but messages, with so many servers besides: threads, or the processes
     /// of a launcher.
     ///
@@ -149,7 +159,6 @@ impl RankArgs {
         num_servers: usize,
     ) -> Result<RunConfig> {
         ProductChoice::from_env()?;
-        self.matmul_precision().set();
         let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
         let num_processes = env.world_size();
         let num_ranks = degrees.dp.saturating_add(num_servers);
@@ -201,16 +210,17 @@ impl RankArgs {
         })
     }
 
-    /// Says on stderr if `--matmul-precision high` changes nothing on this device.
-    pub fn warn_of_idle_precision(&self, device: &Device) {
+    /// What to say if `--matmul-precision high` changes nothing on this device.
+    pub fn warning_of_precision(&self, device: &Device) -> Option<String> {
         let is_high = self.matmul_precision() == MatmulPrecision::High;
-        if is_high && !MatmulPrecision::matters_on(device) {
+        let is_idle = is_high && !MatmulPrecision::matters_on(device);
+        is_idle.then(|| {
             let why = match ProductChoice::from_env() {
                 Ok(Some(choice)) => format!("CANDLE_TRAIN_PRODUCTS is {choice}"),
                 _ => "this processor has no AMX".to_string(),
             };
-            eprintln!("warning: --matmul-precision high changes nothing: {why}");
-        }
+            format!("--matmul-precision high changes nothing: {why}")
+        })
     }
 
     pub(crate) fn matmul_precision(&self) -> MatmulPrecision {

@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::args::number::{real, whole};
 use crate::flags::default_of;
 use crate::idle::Idle;
-use crate::output::print_line;
+use crate::observer::RunEvent;
 use crate::training_run::TrainingRun;
 
 /// Flags of the samples.
@@ -97,7 +97,7 @@ impl SampleArgs {
     }
 }
 
-impl TrainingRun {
+impl TrainingRun<'_> {
     /// Lets the model continue the prompt and prints it on the first rank. Every rank must call it.
     pub(crate) fn print_sample(&self, title: &str, mesh: &Mesh, part: &ModelPart) -> Result<()> {
         let (args, config, tokenizer) = (&self.samples, &self.config, &self.tokenizer);
@@ -125,7 +125,8 @@ impl TrainingRun {
         drop(sampling);
         if is_first {
             let text = tokenizer.decode(&[prompt, ids].concat())?;
-            print_line(&format!("--- {title}\n{}\n---", text.trim_end()));
+            let text = text.trim_end();
+            self.observers.tell(&RunEvent::Sample { title, text });
         }
         Ok(())
     }

@@ -10,6 +10,7 @@ use clap::Args;
 use serde::{Serialize, Serializer};
 
 use crate::flags::default_of;
+use crate::observer::Observers;
 
 /// Steps that are recorded unless the flags say otherwise.
 const NUM_STEPS: usize = 10;
@@ -57,16 +58,21 @@ impl TraceArgs {
     }
 
     /// What records a run whose next step is `next_step`.
-    pub fn tracer(&self, mesh: &Mesh, next_step: usize) -> Option<Tracer> {
+    pub(crate) fn tracer(
+        &self,
+        mesh: &Mesh,
+        next_step: usize,
+        observers: &Observers,
+    ) -> Option<Tracer> {
         let steps = self.trace_steps.clone().unwrap_or(0..NUM_STEPS);
         let path = self.trace.as_ref()?;
         if steps.end <= next_step {
             if mesh.world.rank() == 0 {
-                eprintln!(
-                    "warning: there will be no trace: the run goes on with step {next_step}, after the steps {}..{} that are recorded\n\
+                observers.warn(format!(
+                    "there will be no trace: the run goes on with step {next_step}, after the steps {}..{} that are recorded\n\
                      hint: --trace-steps names others",
                     steps.start, steps.end
-                );
+                ));
             }
             return None;
         }

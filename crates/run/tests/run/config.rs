@@ -253,7 +253,7 @@ fn a_builder_says_what_flags_say() {
     let built = Finetune::new("org/name")
         .data("chat.jsonl")
         .lora(16)
-        .epochs(2.0);
+        .epochs(2);
     let text = built.to_toml().unwrap();
     let want = "model = \"org/name\"\n\n[adapters]\nlora-rank = 16\n\n[batches]\nepochs = 2.0\n\n[data]\ndata = [\"chat.jsonl\"]\n";
     assert_eq!(text, want);
