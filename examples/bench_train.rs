@@ -56,16 +56,16 @@ use candle_core::{DType, Device, Error, Result, bail};
 use candle_ops::{AttentionCode, GpuSettings, GpuState, MatmulPrecision, Profile};
 use candle_parallel::checkpoint::CheckpointSaver;
 use candle_parallel::{LossScaling, MemoryReport, ParamStore, PipelineRank};
-use candle_train::{
-    BatchConfig, Batches, Checkpoints, DataPosition, LrSchedule, SampleConfig, Samples, StepTimes,
-    Tokens, TrainConfig, Trainer, TrainingRecord,
-};
 use candle_train_cli::parse;
 use candle_train_examples::{page_faults, peak_rss_bytes, product_floor_secs};
 use candle_train_models::{ModelConfig, flops_per_token};
 use candle_train_run::{
     Allocator, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_as_rank,
     fingerprint_of_program, keep_freed_memory, peak_allocated_bytes,
+};
+use candle_trainer::{
+    BatchConfig, Batches, Checkpoints, DataPosition, LrSchedule, SampleConfig, Samples, StepTimes,
+    Tokens, TrainConfig, Trainer, TrainingRecord,
 };
 use clap::Parser;
 use serde_json::{Value, json};

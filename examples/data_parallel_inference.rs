@@ -19,11 +19,11 @@ use candle_comm::{Degrees, LocalConfig, Mesh, launch};
 use candle_core::{DType, Device, Error, Result, Tensor};
 use candle_ops::DeviceChoice;
 use candle_parallel::{EvalSums, ModelPart, ParamStore, Pass, Pipeline, Schedule};
-use candle_train::Tokenizer;
-use candle_train::hub::resolve_model;
 use candle_train_cli::parse;
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_train_run::exit_with;
+use candle_trainer::Tokenizer;
+use candle_trainer::hub::resolve_model;
 use clap::Parser;
 use serde_json::json;
 

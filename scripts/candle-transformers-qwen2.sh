@@ -45,7 +45,7 @@ path = '$root/examples/candle_transformers_qwen2/main.rs'
 [dependencies]
 candle-comm = { path = '$root/crates/comm' }
 candle-parallel = { path = '$root/crates/parallel' }
-candle-train = { path = '$root/crates/train' }
+candle-trainer = { path = '$root/crates/trainer' }
 candle-core = "=$version"
 candle-nn = "=$version"
 candle-transformers = "=$version"

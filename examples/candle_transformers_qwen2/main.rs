@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Error, Module, Result, Tensor, bail};
 use candle_nn::{Init, Linear, linear_no_bias, loss::cross_entropy};
 use candle_parallel::checkpoint::{HfSave, sidecar_files};
 use candle_parallel::*;
-use candle_train::{LrSchedule, Tokenizer, TrainConfig, Trainer};
+use candle_trainer::{LrSchedule, Tokenizer, TrainConfig, Trainer};
 use candle_transformers::models::qwen2::{Config, Model};
 use clap::Parser;
 

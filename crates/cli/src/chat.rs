@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 
 use candle_comm::ProcessGroup;
 use candle_core::{Error, Result, bail};
-use candle_train::{Chat, ChatTemplate};
+use candle_trainer::{Chat, ChatTemplate};
 use serde_json::{Value, json};
 
 use crate::generate::Writer;

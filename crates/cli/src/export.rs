@@ -6,11 +6,11 @@ use std::sync::atomic::Ordering;
 use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_parallel::checkpoint::{Checkpoint, HfSave, TrainingCheckpoint, with_config_dtype};
-use candle_train::hub::resolve_model;
-use candle_train::{Activity, TrainingRecord};
 use candle_train_run::{
     StorageChoice, WEIGHTS, digest_of_weights, is_adapter, num_bytes, print_line, refuse_adapter,
 };
+use candle_trainer::hub::resolve_model;
+use candle_trainer::{Activity, TrainingRecord};
 use clap::Args;
 
 /// Write the model of a run's checkpoint as a Hugging Face folder, in little memory
@@ -132,8 +132,8 @@ mod tests {
     use candle_core::{DType, Device, Result};
     use candle_parallel::checkpoint::CheckpointSaver;
     use candle_parallel::{AdamWConfig, DistributedOptimizer, ParamStore};
-    use candle_train::TrainingRecord;
     use candle_train_models::{CausalLm, ModelConfig};
+    use candle_trainer::TrainingRecord;
     use serde_json::json;
     use tempfile::tempdir;
 

@@ -9,13 +9,13 @@ use std::time::Duration;
 use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
 use candle_core::{Result, bail};
 use candle_parallel::{Adapter, ModelPart, ParamStore, Pipeline, Schedule};
-use candle_train::hub::resolve_model;
-use candle_train::{ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_train_run::{
     DTypeChoice, GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, real,
     whole,
 };
+use candle_trainer::hub::resolve_model;
+use candle_trainer::{ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
 use clap::Parser;
 use jiff::civil::Date;
 

@@ -7,8 +7,8 @@ use candle_core::{Result, bail};
 use candle_parallel::checkpoint::{
     CheckpointManifest, FileRecord, ParamRecord, checkpoints_in, set_aside_in, size_in_words,
 };
-use candle_train::{Activity, EvalHistory, TrainingRecord, counted};
 use candle_train_run::print_line;
+use candle_trainer::{Activity, EvalHistory, TrainingRecord, counted};
 use clap::Args;
 use jiff::Timestamp;
 

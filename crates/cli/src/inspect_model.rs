@@ -11,8 +11,8 @@ use candle_parallel::checkpoint::{Checkpoint, TensorEntry, size_in_words};
 use candle_parallel::{
     ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, LoraTargets,
 };
-use candle_train::counted;
 use candle_train_models::{CausalLm, ModelConfig};
+use candle_trainer::counted;
 
 use candle_train_run::print_line;
 use facts::ModelFacts;

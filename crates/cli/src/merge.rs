@@ -9,9 +9,9 @@ use candle_parallel::Adapter;
 use candle_parallel::checkpoint::{
     Checkpoint, HfSave, merge_adapter, sidecar_files, with_config_dtype,
 };
-use candle_train::hub::resolve_model;
-use candle_train::{Activity, ChatTemplate, Tokenizer, counted};
 use candle_train_run::{StorageChoice, base_of, check_base, exit_with, print_line, refuse_adapter};
+use candle_trainer::hub::resolve_model;
+use candle_trainer::{Activity, ChatTemplate, Tokenizer, counted};
 use clap::Args;
 
 use candle_train_run::CONFIG_FILE;

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Once;
 
 use candle_core::{Error, Result, bail};
-use candle_train::WholeFile;
+use candle_trainer::WholeFile;
 use plotters::coord::Shift;
 
 use plotters::prelude::*;

@@ -3,12 +3,12 @@
 use std::path::Path;
 
 use candle_core::{Error, Result};
-use candle_train::hub::resolve_tokenizer;
-use candle_train::{Sample, Tokenizer};
 use candle_train_models::ModelConfig;
 use candle_train_run::{
     DataArgs, DataModel, Idle, NamedModel, SequenceArgs, default_seq_len, print_line, whole,
 };
+use candle_trainer::hub::resolve_tokenizer;
+use candle_trainer::{Sample, Tokenizer};
 use clap::Parser;
 use serde_json::json;
 

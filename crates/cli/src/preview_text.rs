@@ -3,7 +3,7 @@
 use std::io::IsTerminal;
 
 use candle_core::Result;
-use candle_train::{Sample, Tokenizer, counted};
+use candle_trainer::{Sample, Tokenizer, counted};
 
 /// What shows which tokens have loss: (before, after) them.
 type Marks = (&'static str, &'static str);

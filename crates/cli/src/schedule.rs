@@ -6,8 +6,8 @@ use std::str::FromStr;
 
 use candle_core::{Error, Result};
 use candle_parallel::{PipelineLayout, Plan, Schedule, Simulation, StageTimes, Times};
-use candle_train::counted;
 use candle_train_run::{ScheduleArgs, comma_list, print_line, whole};
+use candle_trainer::counted;
 
 use crate::timeline::draw_schedule;
 

@@ -28,7 +28,7 @@ mod cli {
     mod half_precision;
     mod help;
     mod hub;
-    #[path = "../../../train/tests/train/hub_server.rs"]
+    #[path = "../../../trainer/tests/train/hub_server.rs"]
     mod hub_server;
     mod launch {
         mod dry_run;

@@ -6,7 +6,7 @@ use std::path::{Component, Path, PathBuf};
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::read_text_file;
 use candle_parallel::{ADAPTER_CONFIG_FILE, Adapter};
-use candle_train::hub::find_model;
+use candle_trainer::hub::find_model;
 use serde_json::Value;
 
 /// What flags name: a model, and perhaps an adapter of it.

@@ -3,8 +3,8 @@
 use candle_comm::{Mesh, RankEnv, RunConfig};
 use candle_core::Result;
 use candle_parallel::{Plan, Schedule};
-use candle_train::{TrainConfig, Trainer, counted, peaks_in_words, warning_of_memory};
 use candle_train_models::CausalLm;
+use candle_trainer::{TrainConfig, Trainer, counted, peaks_in_words, warning_of_memory};
 
 use crate::args::lora::adapters_in_words;
 use crate::training_run::TrainingRun;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf, absolute};
 use candle_comm::{Mesh, message_of};
 use candle_core::{Error, Result};
 use candle_parallel::checkpoint::TrainingCheckpoint;
-use candle_train::{Activity, EvalHistory, Trainer, TrainingRecord, counted};
+use candle_trainer::{Activity, EvalHistory, Trainer, TrainingRecord, counted};
 
 use crate::args::training::TrainingArgs;
 use crate::observer::Observers;

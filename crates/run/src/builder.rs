@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use candle_train::DataSpec;
+use candle_trainer::DataSpec;
 
 use crate::finetune::Finetune;
 use crate::pretrain::Pretrain;

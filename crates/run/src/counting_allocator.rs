@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use candle_comm::{MIN_ADOPTED_BYTES, allocated_of_rank};
-use candle_train::LESS_MEMORY_HINT;
+use candle_trainer::LESS_MEMORY_HINT;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use candle_core::Error;
 use candle_launch::{NOT_SAVED_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
-use candle_train::counted;
+use candle_trainer::counted;
 
 use crate::observer::{Observers, RunEvent};
 use crate::output::{exit_code_of_refusal, in_words};

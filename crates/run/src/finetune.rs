@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Error, Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
-use candle_train::Tokenizer;
-use candle_train::hub::resolve_model;
 use candle_train_models::{Family, ModelConfig};
+use candle_trainer::Tokenizer;
+use candle_trainer::hub::resolve_model;
 use clap::Args;
 use serde::{Serialize, Serializer};
 use serde_json::Value;

@@ -2,7 +2,7 @@
 
 use candle_comm::Mesh;
 use candle_core::Result;
-use candle_train::{Batches, DataPosition, TrainEvent, Trainer, peaks_in_words};
+use candle_trainer::{Batches, DataPosition, TrainEvent, Trainer, peaks_in_words};
 
 use crate::best_weights::tell_if_early;
 use crate::observer::RunEvent;

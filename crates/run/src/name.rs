@@ -4,7 +4,7 @@ use std::hash::{BuildHasher, RandomState};
 
 use candle_comm::RunConfig;
 use candle_core::{Error, Result};
-use candle_train::TrainingRecord;
+use candle_trainer::TrainingRecord;
 use twox_hash::XxHash64;
 
 use crate::args::logs::MetricsOf;

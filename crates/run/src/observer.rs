@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_comm::message_of;
 use candle_core::Result;
-use candle_train::{Progress, TrainEvent};
+use candle_trainer::{Progress, TrainEvent};
 
 use crate::output::{print_line, print_message};
 
@@ -46,7 +46,7 @@ pub enum RunEvent<'a> {
 /// ```
 /// use std::ops::ControlFlow;
 /// use candle_train_run::{Observers, RunEvent};
-/// use candle_train::TrainEvent;
+/// use candle_trainer::TrainEvent;
 ///
 /// // Ends the run as soon as the loss is below 1.
 /// let until = |event: &RunEvent| match event {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_comm::{Degrees, Mailbox, Mesh, launch};
 use candle_core::Result;
-use candle_train::{ParameterServer, Worker};
+use candle_trainer::{ParameterServer, Worker};
 
 use crate::allocator::keep_freed_memory;
 use crate::end::End;

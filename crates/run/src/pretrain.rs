@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
-use candle_train::{Activity, Tokenizer};
 use candle_train_models::ModelConfig;
+use candle_trainer::{Activity, Tokenizer};
 use clap::Args;
 use serde::Serialize;
 use serde_json::json;

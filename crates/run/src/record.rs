@@ -9,7 +9,9 @@ use candle_comm::Degrees;
 use candle_core::{DType, Error, Result};
 use candle_ops::MatmulPrecision;
 use candle_parallel::checkpoint::open_file;
-use candle_train::{DataPosition, EvalHistory, LossHistory, Samples, TrainConfig, TrainingRecord};
+use candle_trainer::{
+    DataPosition, EvalHistory, LossHistory, Samples, TrainConfig, TrainingRecord,
+};
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
 

@@ -3,7 +3,9 @@
 use candle_comm::ProcessGroup;
 use candle_core::Result;
 use candle_parallel::checkpoint::TrainingCheckpoint;
-use candle_train::{Activity, DataPosition, EvalHistory, LossHistory, TrainConfig, TrainingRecord};
+use candle_trainer::{
+    Activity, DataPosition, EvalHistory, LossHistory, TrainConfig, TrainingRecord,
+};
 
 use crate::training_run::TrainingRun;
 

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use candle_core::Result;
 use candle_parallel::checkpoint::HfSave;
-use candle_train::{Activity, Batches, DataPosition, Trainer};
+use candle_trainer::{Activity, Batches, DataPosition, Trainer};
 
 use crate::observer::{Observers, RunEvent};
 use crate::output::in_words;

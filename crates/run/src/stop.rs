@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use candle_launch::launcher::quoted;
 use candle_launch::{NOT_SAVED_EXIT_CODE, StopSignals, before_ending};
 use candle_parallel::checkpoint::{CheckpointManifest, checkpoints_in, remove_leftovers};
-use candle_train::counted;
+use candle_trainer::counted;
 
 use crate::observer::Observers;
 

@@ -10,11 +10,11 @@ use candle_launch::PEER_FAILED_EXIT_CODE;
 use candle_ops::GpuState;
 use candle_parallel::checkpoint::{HfSave, with_config_dtype};
 use candle_parallel::{ModelPart, ParamStore, agree};
-use candle_train::{
+use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
+use candle_trainer::{
     Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, ParameterServer,
     Tokenizer, TrainConfig, Trainer, TrainingRecord,
 };
-use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
 use toml::Table;
 
 use crate::allocator::keep_freed_memory;

@@ -7,8 +7,8 @@ use candle_comm::{Degrees, Mesh, launch};
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::ops::log_softmax;
 use candle_parallel::{ParamStore, Pass, Pipeline, Schedule};
-use candle_train::Tokenizer;
 use candle_train_models::{CausalLm, ModelConfig};
+use candle_trainer::Tokenizer;
 use serde_json::Value;
 
 use super::example;

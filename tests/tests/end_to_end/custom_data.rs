@@ -9,7 +9,7 @@ use candle_comm::Mesh;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_parallel::checkpoint::{CheckpointSaver, TrainingCheckpoint};
 use candle_parallel::{Loss, ModelPart, ParamStore, Pass, ZeroStage};
-use candle_train::{
+use candle_trainer::{
     Checkpoints, Evaluation, LrSchedule, TrainConfig, TrainEvent, Trainer, TrainingRecord,
 };
 use tempfile::tempdir;

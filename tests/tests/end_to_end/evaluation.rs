@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_parallel::{Pass, Pipeline, Schedule, ZeroStage};
-use candle_train::{
+use candle_trainer::{
     EvalBatches, EvalMetrics, Evaluation, SampleConfig, Samples, Tokens, TrainEvent, Trainer,
     held_out,
 };

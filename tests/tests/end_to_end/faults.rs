@@ -9,7 +9,7 @@ use candle_nn::Linear;
 use candle_parallel::{
     Loss, ModelPart, ParamStore, Pass, PlainBlock, PlainHead, ZeroStage, plain_block, plain_head,
 };
-use candle_train::Trainer;
+use candle_trainer::Trainer;
 use safetensors::SafeTensors;
 use tempfile::{TempDir, tempdir};
 

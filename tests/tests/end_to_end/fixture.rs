@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use candle_parallel::{AdamWConfig, LossScaling, Offload};
-use candle_train::{BatchConfig, LrDecay, LrSchedule, StepMetrics, TrainConfig};
 use candle_train_models::ModelConfig;
+use candle_trainer::{BatchConfig, LrDecay, LrSchedule, StepMetrics, TrainConfig};
 use serde::Deserialize;
 
 use crate::run::Layout;

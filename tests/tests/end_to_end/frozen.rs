@@ -3,7 +3,7 @@
 use candle_comm::Mesh;
 use candle_core::DType;
 use candle_parallel::{AdamWConfig, DistributedOptimizer, ParamGroup, ZeroStage};
-use candle_train::Trainer;
+use candle_trainer::Trainer;
 
 use crate::fixture::{Fixture, Run};
 use crate::run::{Layout, Variant, batches, gather, launch, load, train_variant};

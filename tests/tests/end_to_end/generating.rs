@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use candle_comm::Mesh;
 use candle_core::Result;
 use candle_parallel::{Pipeline, Schedule, ZeroStage};
-use candle_train::{GenerateConfig, Sampler, SamplingConfig, generate};
+use candle_trainer::{GenerateConfig, Sampler, SamplingConfig, generate};
 
 use crate::fixture::{ALL, Fixture};
 use crate::run::{Layout, Variant, launch, load_variant};

@@ -5,7 +5,7 @@ use candle_core::DType;
 use candle_parallel::{
     AdamWConfig, DistributedOptimizer, LossScaling, Recompute, Schedule, ZeroStage,
 };
-use candle_train::Trainer;
+use candle_trainer::Trainer;
 
 use crate::fixture::{ALL, Fixture, Run};
 use crate::run::{

@@ -3,7 +3,7 @@
 use candle_comm::Mesh;
 use candle_core::DType;
 use candle_parallel::{Offload, Recompute, Schedule, WeightFormat, ZeroStage};
-use candle_train::Trainer;
+use candle_trainer::Trainer;
 
 use crate::determinism::bits;
 use crate::fixture::Fixture;

@@ -1,7 +1,7 @@
 //! What a GPU without memory says while a model is built, whichever library ran out of it.
 
 use candle_core::Error;
-use candle_train::explain_out_of_memory;
+use candle_trainer::explain_out_of_memory;
 
 use crate::device::devices;
 

@@ -9,7 +9,7 @@ use candle_comm::{Degrees, Mailbox, Mesh, RankEnv, RunConfig, launch, message_of
 use candle_core::{Device, Result};
 use candle_parallel::checkpoint::{CheckpointManifest, CheckpointSaver, TrainingCheckpoint};
 use candle_parallel::{Recompute, ZeroStage};
-use candle_train::{
+use candle_trainer::{
     Batches, Checkpoints, Consistency, DataPosition, ParameterServer, SampleConfig, Samples,
     StepMetrics, Trainer, TrainingRecord, Worker,
 };

@@ -4,8 +4,8 @@ use candle_comm::Mesh;
 use candle_core::DType;
 use candle_parallel::checkpoint::{HfSave, sidecar_files};
 use candle_parallel::{DataParallel, ParamStore, ReduceType, ZeroStage};
-use candle_train::Trainer;
 use candle_train_models::CausalLm;
+use candle_trainer::Trainer;
 
 use crate::fixture::Fixture;
 use crate::run::{Layout, batches, launch};

@@ -12,8 +12,8 @@ use candle_parallel::{
     Parameters, Pass, Pipeline, Placement, PlainBlock, RowParallelLinear, Schedule, Shard,
     UpdateStep, ZeroStage, in_graph,
 };
-use candle_train::{Batches, Evaluation, TrainConfig, Trainer};
 use candle_train_models::{CausalLm, ModelConfig};
+use candle_trainer::{Batches, Evaluation, TrainConfig, Trainer};
 
 #[rustfmt::skip]
 #[expect(dead_code, reason = "compiled, not run")]

@@ -11,12 +11,12 @@ use candle_parallel::{
     Adapter, DataParallel, Gradients, LoraConfig, ModelPart, ParamStore, Pass, Pipeline, Recompute,
     Schedule, WeightFormat, ZeroStage,
 };
-use candle_train::hub::DataUse;
-use candle_train::{
+use candle_train_models::CausalLm;
+use candle_trainer::hub::DataUse;
+use candle_trainer::{
     Batches, Data, DataSpec, EncoderConfig, RecordEncoder, SampleConfig, Samples, StepMetrics,
     Tokenizer, Tokens, Trainer,
 };
-use candle_train_models::CausalLm;
 
 use crate::device::devices;
 use crate::fixture::{Fixture, Run, text_file};

@@ -6,9 +6,9 @@ use std::path::Path;
 use candle_comm::message_of;
 use candle_core::{Error, Result};
 use candle_parallel::checkpoint::{Checkpoint, TensorEntry, read_text_file, size_in_words};
-use candle_train::{ChatTemplate, Tokenizer, counted};
 use candle_train_models::ModelConfig;
 use candle_train_run::print_line;
+use candle_trainer::{ChatTemplate, Tokenizer, counted};
 use serde_json::Value;
 
 /// What facts are called, and what they are.

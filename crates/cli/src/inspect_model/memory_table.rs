@@ -5,8 +5,8 @@ use candle_parallel::checkpoint::Checkpoint;
 use candle_parallel::{
     LoraConfig, MemoryCategory, MemoryReport, PlannedParam, Recompute, WeightFormat, planned_memory,
 };
-use candle_train::memory_in_words;
 use candle_train_models::{CausalLm, ModelConfig};
+use candle_trainer::memory_in_words;
 
 use super::facts::parameters_of;
 use candle_train_run::print_line;

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use candle_train::TensorBoard;
+use candle_trainer::TensorBoard;
 use serde_json::Value;
 
 use super::folder::names;

@@ -8,7 +8,7 @@ use candle_parallel::agree;
 use candle_parallel::checkpoint::{
     CheckpointManifest, CheckpointSaver, TrainingCheckpoint, checkpoints_in, set_aside_in,
 };
-use candle_train::TrainingRecord;
+use candle_trainer::TrainingRecord;
 use clap::Args;
 use jiff::civil::Date;
 use serde::Serialize;

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use candle_comm::RunConfig;
 use candle_core::{Result, bail};
-use candle_train::hub::DataUse;
-use candle_train::{
+use candle_trainer::hub::DataUse;
+use candle_trainer::{
     ChatTemplate, Columns, Data, DataSpec, Overlong, RecordEncoder, Samples, TokenCache, Tokenizer,
     Tokens, counted, held_out,
 };

@@ -3,7 +3,7 @@
 use std::ops::Bound::Excluded;
 
 use candle_core::{Result, bail};
-use candle_train::{DataSpec, EvalBatches, EvalHistory, Evaluation};
+use candle_trainer::{DataSpec, EvalBatches, EvalHistory, Evaluation};
 use clap::Args;
 use serde::Serialize;
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use candle_comm::message_of;
 use candle_core::{Error, Result, bail};
-use candle_train::{Metrics, MetricsLine, TensorBoard, TrainEvent};
+use candle_trainer::{Metrics, MetricsLine, TensorBoard, TrainEvent};
 use clap::Args;
 use serde::Serialize;
 

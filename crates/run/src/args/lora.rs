@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
 use candle_parallel::{Adapter, LoraConfig, LoraTargets, ParamStore, Parameters};
-use candle_train::{TrainingRecord, counted};
+use candle_trainer::{TrainingRecord, counted};
 use clap::Args;
 use serde::Serialize;
 

@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use candle_core::{Result, bail};
 use candle_parallel::{PipelineLayout, Plan, Schedule};
-use candle_train::counted;
 use candle_train_models::{ModelConfig, block_costs};
+use candle_trainer::counted;
 use clap::Args;
 use serde::Serialize;
 

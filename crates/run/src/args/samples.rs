@@ -6,8 +6,8 @@ use std::ops::ControlFlow;
 use candle_comm::Mesh;
 use candle_core::{Result, bail};
 use candle_parallel::{ModelPart, Pipeline, Schedule};
-use candle_train::{Activity, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
 use candle_train_models::ModelConfig;
+use candle_trainer::{Activity, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
 use clap::Args;
 use serde::Serialize;
 

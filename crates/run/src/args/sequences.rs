@@ -1,7 +1,7 @@
 //! Flags about sequences: how records become what passes through the model.
 
-use candle_train::{DataSpec, EncoderConfig, Overlong, SampleConfig};
 use candle_train_models::ModelConfig;
+use candle_trainer::{DataSpec, EncoderConfig, Overlong, SampleConfig};
 use clap::Args;
 use serde::Serialize;
 

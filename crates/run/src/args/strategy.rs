@@ -2,7 +2,7 @@
 
 use candle_comm::Degrees;
 use candle_core::{Result, bail};
-use candle_train::Consistency;
+use candle_trainer::Consistency;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 

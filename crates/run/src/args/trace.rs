@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use candle_comm::Mesh;
 use candle_core::{Result, bail};
-use candle_train::Tracer;
+use candle_trainer::Tracer;
 use clap::Args;
 use serde::{Serialize, Serializer};
 

@@ -10,11 +10,11 @@ use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{
     AdamWConfig, DataParallel, ModelPart, Offload, ParamBuilder, ReduceType, ZeroStage,
 };
-use candle_train::{
+use candle_train_models::{CausalLm, ModelConfig, PartConfig};
+use candle_trainer::{
     BatchConfig, BatchRamp, Batches, LossHistory, LossRange, LrDecay, LrSchedule, Samples,
     TrainConfig, counted, explain_out_of_memory,
 };
-use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use clap::Args;
 use clap::builder::ArgPredicate;
 use serde::Serialize;

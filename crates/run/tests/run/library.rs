@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use candle_core::{Error, Result};
-use candle_train::TrainEvent;
 use candle_train_run::{Finetune, Observer, Observers, Pretrain, RunEvent};
+use candle_trainer::TrainEvent;
 use tempfile::tempdir;
 
 fn fixture(name: &str) -> PathBuf {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 
-use candle_train::{Chat, ChatTemplate};
+use candle_trainer::{Chat, ChatTemplate};
 use minijinja::Value;
 
 /// What `{{ tools | tojson(OPTIONS) }}` gives.

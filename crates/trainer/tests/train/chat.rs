@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 
-use candle_train::{Chat, ChatTemplate, EncoderConfig, Record, RecordEncoder, Tokenizer};
+use candle_trainer::{Chat, ChatTemplate, EncoderConfig, Record, RecordEncoder, Tokenizer};
 use minijinja::Value;
 use serde::Deserialize;
 

@@ -2,7 +2,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::Result;
-use candle_train::hub::{HubConfig, RepoSpec, resolve_model_with};
+use candle_trainer::hub::{HubConfig, RepoSpec, resolve_model_with};
 
 use crate::assert_error;
 use crate::hub_server::HubServer;

@@ -1,7 +1,7 @@
 use std::fs;
 
 use candle_parallel::MemoryReport;
-use candle_train::{EvalMetrics, Metrics, MetricsLine, StepMetrics};
+use candle_trainer::{EvalMetrics, Metrics, MetricsLine, StepMetrics};
 
 use crate::assert_error;
 

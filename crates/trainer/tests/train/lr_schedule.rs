@@ -1,4 +1,4 @@
-use candle_train::{LrDecay, LrSchedule};
+use candle_trainer::{LrDecay, LrSchedule};
 
 use crate::assert_error;
 

@@ -2,7 +2,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
-use candle_train::{EncoderConfig, Record, RecordEncoder, RecordKind, Tokenizer};
+use candle_trainer::{EncoderConfig, Record, RecordEncoder, RecordKind, Tokenizer};
 use serde_json::{Value, json};
 
 use crate::assert_error;

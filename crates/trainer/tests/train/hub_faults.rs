@@ -1,6 +1,6 @@
 use std::fs;
 
-use candle_train::hub::{HubConfig, resolve_model_with};
+use candle_trainer::hub::{HubConfig, resolve_model_with};
 
 use crate::assert_error;
 use crate::hub::{COMMIT, INDEX, Setup, model, resolve, setup, weights};

@@ -2,8 +2,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use candle_train::hub::DataUse;
-use candle_train::{
+use candle_trainer::hub::DataUse;
+use candle_trainer::{
     Data, DataSpec, EncoderConfig, RecordEncoder, SampleConfig, Samples, TokenCache, Tokenizer,
     Tokens,
 };

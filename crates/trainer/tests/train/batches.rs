@@ -1,7 +1,7 @@
 use candle_core::{Device, IndexOp};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::Pass;
-use candle_train::{BatchConfig, BatchRamp, Batches, SampleConfig, Samples, Tokens};
+use candle_trainer::{BatchConfig, BatchRamp, Batches, SampleConfig, Samples, Tokens};
 
 use crate::assert_error;
 

@@ -1,7 +1,7 @@
 //! Parquet files as pyarrow writes them: `scripts/reference/parquet_fixtures.py`.
 
-use candle_train::hub::DataUse;
-use candle_train::{Data, DataSpec};
+use candle_trainer::hub::DataUse;
+use candle_trainer::{Data, DataSpec};
 
 #[cfg(not(feature = "parquet"))]
 #[test]
@@ -19,7 +19,7 @@ mod with_feature {
     use std::path::{Path, PathBuf};
 
     use candle_core::Result;
-    use candle_train::{EncoderConfig, RecordEncoder, Tokenizer, Tokens};
+    use candle_trainer::{EncoderConfig, RecordEncoder, Tokenizer, Tokens};
 
     use super::*;
     use crate::assert_error;

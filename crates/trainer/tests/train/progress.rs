@@ -1,7 +1,7 @@
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 
-use candle_train::Progress;
+use candle_trainer::Progress;
 
 use crate::metrics::step;
 

@@ -2,7 +2,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use candle_core::Result;
-use candle_train::hub::{DataUse, DatasetFiles, HubConfig, resolve_dataset_with};
+use candle_trainer::hub::{DataUse, DatasetFiles, HubConfig, resolve_dataset_with};
 
 use crate::assert_error;
 use crate::hub::COMMIT;

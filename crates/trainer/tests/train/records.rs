@@ -1,6 +1,6 @@
 //! Records in the spellings that people use: what of them is learned, what is refused, and what is told.
 
-use candle_train::{EncoderConfig, Record, RecordEncoder, RecordError, RecordFormat, Tokenizer};
+use candle_trainer::{EncoderConfig, Record, RecordEncoder, RecordError, RecordFormat, Tokenizer};
 use minijinja::Value;
 use serde_json::json;
 

@@ -79,7 +79,7 @@ impl Metrics {
     /// first step loses no earlier numbers. Pipes and devices hold nothing, and are anybody's.
     ///
     /// ```
-    /// use candle_train::Metrics;
+    /// use candle_trainer::Metrics;
     ///
     /// let dir = tempfile::tempdir()?;
     /// let path = dir.path().join("metrics.jsonl");

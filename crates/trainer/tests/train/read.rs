@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::PathBuf;
 
-use candle_train::hub::DataUse;
-use candle_train::{
+use candle_trainer::hub::DataUse;
+use candle_trainer::{
     Columns, Data, DataSpec, EncoderConfig, RecordEncoder, TokenCache, Tokenizer, Tokens,
 };
 

@@ -1,5 +1,5 @@
 use candle_ops::IGNORE_INDEX;
-use candle_train::{EncodedRecord, Overlong, RecordKind, SampleConfig, Samples, Tokens};
+use candle_trainer::{EncodedRecord, Overlong, RecordKind, SampleConfig, Samples, Tokens};
 
 use crate::assert_error;
 

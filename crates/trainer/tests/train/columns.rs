@@ -1,6 +1,6 @@
 //! Fields of records that are read from columns of other names.
 
-use candle_train::Columns;
+use candle_trainer::Columns;
 use serde_json::json;
 
 use crate::assert_error;

@@ -2,8 +2,8 @@
 
 use std::fs;
 
-use candle_train::hub::DataUse;
-use candle_train::{
+use candle_trainer::hub::DataUse;
+use candle_trainer::{
     Data, DataSpec, EncoderConfig, Record, RecordEncoder, TokenCache, Tokenizer, Tokens,
 };
 use minijinja::Value;

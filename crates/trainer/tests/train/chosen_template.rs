@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use candle_train::{Chat, ChatTemplate, EncoderConfig, Record, RecordEncoder, Tokenizer};
+use candle_trainer::{Chat, ChatTemplate, EncoderConfig, Record, RecordEncoder, Tokenizer};
 use minijinja::{Value, context};
 use serde::Deserialize;
 

@@ -1,7 +1,7 @@
 use std::fs;
 use std::path::Path;
 
-use candle_train::{StepMetrics, TensorBoard};
+use candle_trainer::{StepMetrics, TensorBoard};
 
 use crate::assert_error;
 use crate::metrics::step;

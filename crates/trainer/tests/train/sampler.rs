@@ -1,4 +1,4 @@
-use candle_train::{Sampler, SamplingConfig};
+use candle_trainer::{Sampler, SamplingConfig};
 
 use crate::assert_error;
 
