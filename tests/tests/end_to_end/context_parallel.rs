@@ -270,7 +270,7 @@ fn run(case: Case) -> Run {
                     }
                 })?);
             }
-            let report = optimizer.step_reduced(reduced, 0.01, Some(0.5))?;
+            let report = optimizer.step_reduced(reduced, 0.003, Some(0.5))?;
             steps.push((report.loss.mean, report.grad_norm));
         }
         let weights = gather(&part, &mesh, |index| part.params().values(index))?;

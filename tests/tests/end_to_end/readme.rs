@@ -1,4 +1,4 @@
-//! The Rust of README.md and of docs/custom-models.md is this file's, so that it compiles.
+//! The Rust of docs/custom-models.md is this file's, so that it compiles.
 
 use std::path::Path;
 
@@ -7,10 +7,9 @@ use candle_core::{DType, Device, Error, Module, Result, Shape, Tensor, bail};
 use candle_nn::Init;
 use candle_parallel::checkpoint::{HfSave, sidecar_files};
 use candle_parallel::{
-    AdamWConfig, Block, ColumnParallelLinear, DistributedOptimizer, Gradients, Loss, ModelPart,
-    Needs, Optimizer, Param, ParamBuilder, ParamGroup, ParamMatrix, ParamSlice, ParamStore,
-    Parameters, Pass, Pipeline, Placement, PlainBlock, RowParallelLinear, Schedule, Shard,
-    UpdateStep, ZeroStage, in_graph,
+    AdamWConfig, DistributedOptimizer, Gradients, Loss, ModelPart, Needs, Optimizer, Param,
+    ParamBuilder, ParamGroup, ParamMatrix, ParamSlice, ParamStore, Parameters, Pass, Pipeline,
+    Placement, Shard, UpdateStep, ZeroStage,
 };
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_trainer::{Batches, Evaluation, TrainConfig, Trainer};
@@ -74,38 +73,6 @@ fn with_a_loop_of_ones_own(
     pipeline.forward_backward(&part, &micro_batches, &mut gradients)?;
     let report = optimizer.step(&mut gradients, learning_rate, Some(1.0))?;
     Ok(report.loss.mean)
-}
-
-#[expect(dead_code, reason = "compiled, not run")]
-struct Mlp {
-    up: ColumnParallelLinear,
-    down: RowParallelLinear,
-}
-
-impl PlainBlock for Mlp {
-    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
-        xs + in_graph(&self.down, &in_graph(&self.up, xs, pass)?.gelu()?, pass)?
-    }
-}
-
-type BuildBlock = fn(usize, &ProcessGroup, ParamBuilder) -> Result<Block>;
-
-#[rustfmt::skip]
-#[expect(dead_code, reason = "compiled, not run")]
-fn with_a_model_of_ones_own(
-    world: ProcessGroup, num_blocks: usize, hidden_size: usize, block: BuildBlock, batches: Vec<Vec<Pass>>,
-) -> Result<()> {
-    let mesh = Mesh::new(world, Degrees { pp: 2, dp: 2, tp: 2, ..Degrees::default() })?;
-    let vb = ParamStore::init(0).builder(DType::F32, mesh.world.device());
-    let part = ModelPart::build(&mesh, &vb, num_blocks, hidden_size, |index, vb| block(index, &mesh.tp, vb))?;
-    let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-    let mut gradients = Gradients::new(part.params(), &mesh)?;
-    let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, AdamWConfig::default())?;
-    for micro_batches in batches {
-        pipeline.forward_backward(&part, &micro_batches, &mut gradients)?;
-        println!("loss {}", optimizer.step(&mut gradients, 3e-4, Some(1.0))?.loss.mean);
-    }
-    Ok(())
 }
 
 #[rustfmt::skip]
@@ -174,11 +141,8 @@ fn without_indent(text: &str) -> String {
         .collect()
 }
 
-/// A page of the documents, and how many blocks of Rust it has.
-const PAGES: [(&str, usize); 2] = [
-    (include_str!("../../../README.md"), 2),
-    (include_str!("../../../docs/custom-models.md"), 8),
-];
+/// A page of the documents, and how many blocks of Rust it has. Those of the README are tests of the crate `candle-train`.
+const PAGES: [(&str, usize); 1] = [(include_str!("../../../docs/custom-models.md"), 8)];
 
 #[test]
 fn the_rust_of_the_documents_is_compiled() {
@@ -235,14 +199,11 @@ fn the_speed_that_the_readme_tells_is_that_of_the_measurements() {
         include_str!("../../../docs/performance.md"),
         "| case | precision | tokens/s | step / products alone | PyTorch | ratio |",
     );
-    let told = table(readme, "| model | f32 | bf16 |");
-    for (precision, column) in [("f32", 2), ("bf16", 3)] {
+    for precision in ["f32", "bf16"] {
         let of_precision = measured.iter().filter(|row| row[2] == precision);
         let ratios = of_precision.map(|row| row[6].trim_matches('*').to_string());
         let ratios: Vec<String> = ratios.collect();
-        let of_readme: Vec<String> = told.iter().map(|row| row[column].clone()).collect();
         assert!(!ratios.is_empty());
-        assert_eq!(of_readme, ratios, "{precision}");
         let (least, most) = (ratios.iter().min().unwrap(), ratios.iter().max().unwrap());
         let range = format!("{least} to {most}");
         assert!(readme.contains(&range), "{precision}: {range}");

@@ -72,6 +72,8 @@ fn messages(page: &str) -> Vec<String> {
 
 /// What of a message is not in any string; empty if all of it is.
 fn missing(message: &str, strings: &[String]) -> Vec<String> {
+    // Who shows a warning puts the word before it.
+    let message = message.strip_prefix("warning: ").unwrap_or(message);
     if strings.iter().any(|string| string.contains(message)) {
         return Vec::new();
     }
