@@ -6,8 +6,8 @@ use std::sync::Arc;
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result, bail};
 use candle_parallel::{
-    Block, ContextConfig, ContextParallel, LayerRanks, ModelPart, ParamBuilder, ParamStore,
-    PipelineLayout, Recompute, Region, head_block, layer_block, stage_blocks,
+    Block, ContextConfig, ContextParallel, LayerRanks, ModelPart, ModelSpec, ParamBuilder,
+    ParamStore, PipelineLayout, Recompute, Region, head_block, layer_block, stage_blocks,
     vocab_parallel_embedding,
 };
 
@@ -54,28 +54,12 @@ impl CausalLm {
         vb: &ParamBuilder,
         parts: PartConfig,
     ) -> Result<ModelPart> {
-        config.validate()?;
-        Self::check_tp(config, mesh.degrees.tp)?;
-        let num_blocks = config.num_hidden_layers + 2;
-        let layout = match parts.layout {
-            Some(layout) => layout,
-            None => PipelineLayout::even(num_blocks, mesh.degrees.pp)?,
-        };
-        if layout.num_blocks() != num_blocks {
-            bail!(
-                "stages of {} layers; the model has {}",
-                layout.num_layers().iter().sum::<usize>(),
-                config.num_hidden_layers
-            );
-        }
+        let layout = Self::layout(config, &mesh.degrees, parts.layout)?;
         allow_more(config, vb.store());
         let rotary = Arc::new(RotaryTable::new(config, vb.device()));
         let heads = config.heads_of_rank(mesh.degrees.tp);
         let context = ContextParallel::new(mesh, &parts.context, heads, vb.dtype())?;
-        let region = match parts.sequence_parallel {
-            true => Region::sequence_parallel(&mesh.tp),
-            false => Region::from(&mesh.tp),
-        };
+        let region = region(&mesh.tp, parts.sequence_parallel);
         let ranks = LayerRanks {
             region: region.clone(),
             context,
@@ -84,6 +68,54 @@ impl CausalLm {
             Self::block(config, index, &rotary, &ranks, vb).map(Block::of_rows)
         })?;
         Ok(part.with_region(region))
+    }
+
+    /// What the model asks for if it is divided so, by arithmetic on one rank: no device, no file, no other rank. `vb` is of a store of its own, which tells
+    /// what is frozen and what has adapters; it [has no values](ParamStore::without_values) afterwards.
+    ///
+    /// # Errors
+    /// As for [`Self::part_with`], but for those of weights.
+    pub fn spec(
+        config: &ModelConfig,
+        degrees: Degrees,
+        vb: &ParamBuilder,
+        parts: PartConfig,
+    ) -> Result<ModelSpec> {
+        let layout = Self::layout(config, &degrees, parts.layout)?;
+        let heads = config.heads_of_rank(degrees.tp);
+        parts.context.groups(degrees.cp, heads, vb.dtype())?;
+        let tp = ProcessGroup::unconnected(0, degrees.tp, vb.device().clone());
+        let ranks = LayerRanks {
+            region: region(&tp, parts.sequence_parallel),
+            context: ContextParallel::none(vb.device()),
+        };
+        let rotary = Arc::new(RotaryTable::new(config, vb.device()));
+        ModelSpec::describe(layout, degrees, vb, |index, vb| {
+            Self::block(config, index, &rotary, &ranks, vb)
+        })
+    }
+
+    /// The stages of a pipeline: those that were asked for, or else one a rank.
+    fn layout(
+        config: &ModelConfig,
+        degrees: &Degrees,
+        asked: Option<PipelineLayout>,
+    ) -> Result<PipelineLayout> {
+        config.validate()?;
+        Self::check_tp(config, degrees.tp)?;
+        let num_blocks = config.num_hidden_layers + 2;
+        let layout = match asked {
+            Some(layout) => layout,
+            None => PipelineLayout::even(num_blocks, degrees.pp)?,
+        };
+        if layout.num_blocks() != num_blocks {
+            bail!(
+                "stages of {} layers; the model has {}",
+                layout.num_layers().iter().sum::<usize>(),
+                config.num_hidden_layers
+            );
+        }
+        Ok(layout)
     }
 
     /// Reads all weights of the checkpoint in `dir`, in the memory of one layer, or of the embedding; how many there are.
@@ -194,6 +226,13 @@ impl CausalLm {
             }
         }
         Ok(())
+    }
+}
+
+fn region(tp: &ProcessGroup, is_sequence_parallel: bool) -> Region {
+    match is_sequence_parallel {
+        true => Region::sequence_parallel(tp),
+        false => Region::from(tp),
     }
 }
 

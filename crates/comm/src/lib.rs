@@ -53,6 +53,7 @@ mod run_config;
 mod scope;
 mod single;
 pub mod trace;
+mod unconnected;
 mod watch;
 
 pub use adopted::{MIN_ADOPTED_BYTES, adopted_bytes, allocated_of_rank};

@@ -13,6 +13,7 @@ use candle_launch::Control;
 
 use crate::single::Single;
 use crate::trace::{self, OpSpan};
+use crate::unconnected::Unconnected;
 use crate::watch::Watch;
 use crate::{Communicator, Counters, Error, Operation, Pending, Request, element};
 
@@ -99,6 +100,16 @@ impl ProcessGroup {
         Self::new(Box::new(Single(device)))
     }
 
+    /// Rank `rank` of a group of `world_size` ranks that does not exist, for what follows from a rank's place alone, such as which part of a
+    /// parameter it holds. Every operation of it is an error, unless `world_size` is 1.
+    pub fn unconnected(rank: usize, world_size: usize, device: Device) -> Self {
+        Self::new(Box::new(Unconnected {
+            rank,
+            world_size,
+            device,
+        }))
+    }
+
     /// This rank's index in the group.
     pub fn rank(&self) -> usize {
         self.comm.rank()
@@ -171,13 +182,15 @@ impl ProcessGroup {
         };
         let mine = Tensor::new(&[[number(color)?, number(key)?, own]], self.device())?;
         let all = self.start_as("split", &Operation::Split, &[mine], None)?;
-        let all = one(all.wait()?)?.to_vec2::<i64>()?;
+        let all = one(all.wait()?)?.flatten_all()?.to_vec1::<i64>()?;
         self.comm.check()?;
-        let mut ranks: Vec<usize> = (0..all.len())
-            .filter(|rank| all[*rank][0] == all[self.rank()][0])
+        // Of each rank its color, key and number.
+        let of = |rank: usize| &all[3 * rank..3 * rank + 3];
+        let mut ranks: Vec<usize> = (0..self.world_size())
+            .filter(|rank| of(*rank)[0] == of(self.rank())[0])
             .collect();
-        ranks.sort_by_key(|rank| all[*rank][1]);
-        let numbers = ranks.iter().map(|rank| all[*rank][2]).collect();
+        ranks.sort_by_key(|rank| of(*rank)[1]);
+        let numbers = ranks.iter().map(|rank| of(*rank)[2]).collect();
         Ok((ranks, numbers))
     }
 

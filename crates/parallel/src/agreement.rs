@@ -2,9 +2,9 @@
 
 use std::hash::Hasher;
 
-use candle_comm::{ProcessGroup, message_of};
-use candle_core::{Error, Result, bail};
-use serde::{Serialize, de::DeserializeOwned};
+use candle_comm::{ProcessGroup, ReduceOp, message_of};
+use candle_core::{Error, Result, Tensor, bail};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use twox_hash::XxHash64;
 
 /// What every rank has to say, in rank order; or, if some failed, one message for all. Every rank must call it.
@@ -49,7 +49,7 @@ pub fn agree<T>(world: &ProcessGroup, own: Result<T>) -> Result<T> {
 }
 
 /// What every rank must say alike: what it is called, and what it is.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Facts(Vec<(String, String)>);
 
 impl Facts {
@@ -68,22 +68,84 @@ impl Facts {
         hasher.finish()
     }
 
+    /// `own`, if all ranks have one of which `facts` tells the same: a hash is compared, and only if it differs do ranks tell each other more.
+    /// Every rank must call it.
+    ///
+    /// # Errors
+    /// On every rank that of the first rank without one, or as for [`Self::compare`]; failures of ranks.
+    pub fn agree<T>(
+        world: &ProcessGroup,
+        own: Result<T>,
+        facts: impl Fn(&T) -> Self,
+        error: &str,
+        hint: &str,
+    ) -> Result<T> {
+        if world.world_size() == 1 {
+            return own;
+        }
+        let said = own.as_ref().map(facts).map_err(message_of);
+        let hash = said.as_ref().map_or(0, Self::hash);
+        // The least is the largest of what is negated; each half is exact.
+        let halves = [hash >> 32, hash & u64::from(u32::MAX)].map(|half| half as f64);
+        let has_failed = f64::from(u8::from(said.is_err()));
+        let own_words = [halves[0], halves[1], -halves[0], -halves[1], has_failed];
+        let own_words = Tensor::new(&own_words, world.device())?;
+        let most = world.all_reduce(&own_words, ReduceOp::Max)?;
+        if let [a, b, c, d, 0.0] = most.to_vec1::<f64>()?.as_slice()
+            && (*a, *b) == (-c, -d)
+        {
+            return own;
+        }
+        match exchange(world, &said.as_ref().map(drop).map_err(String::clone))? {
+            Err(message) => bail!("{message}"),
+            Ok(_) => said.unwrap_or_default().compare(world, error, hint)?,
+        }
+        own
+    }
+
     /// An error on every rank, which begins with `error` and ends with `hint`, if one says something else than rank 0. Every rank must
     /// call it.
     pub fn compare(&self, world: &ProcessGroup, error: &str, hint: &str) -> Result<()> {
-        let all = match exchange(world, &Ok(self.0.clone()))? {
-            Ok(all) => all,
+        let own = match world.rank() {
+            0 => serde_json::to_vec(self).map_err(Error::wrap)?,
+            _ => Vec::new(),
+        };
+        let of_ranks = world.all_gather_bytes(&own)?;
+        let first: Self = serde_json::from_slice(&of_ranks[0]).map_err(Error::wrap)?;
+        let differences = match exchange(world, &Ok(first.difference(self, world.rank())))? {
+            Ok(differences) => differences,
             Err(message) => bail!("{message}"),
         };
-        for (rank, said) in all.iter().enumerate() {
-            let mut pairs = all[0].iter().zip(said);
-            if let Some(((what, first), (_, other))) = pairs.find(|(first, other)| first != other) {
-                bail!(
-                    "{error}: {what} is {first} on rank 0 and {other} on rank {rank}\nhint: {hint}"
-                );
-            }
+        match differences.into_iter().flatten().next() {
+            None => Ok(()),
+            Some(difference) => bail!("{error}: {difference}\nhint: {hint}"),
         }
-        Ok(())
+    }
+
+    /// The first of these, of rank 0, that another rank does not say alike, in words.
+    fn difference(&self, other: &Self, rank: usize) -> Option<String> {
+        let of = |facts: &Self, what: &str| {
+            let mut facts = facts.0.iter();
+            facts.find_map(|(known, is)| (known == what).then(|| is.clone()))
+        };
+        let differs = self
+            .0
+            .iter()
+            .find_map(|(what, first)| match of(other, what) {
+                Some(other) if other == *first => None,
+                Some(other) => Some(format!(
+                    "{what} is {first} on rank 0 and {other} on rank {rank}"
+                )),
+                None => Some(format!(
+                    "{what} is {first} on rank 0 and missing on rank {rank}"
+                )),
+            });
+        differs.or_else(|| {
+            let (what, is) = other.0.iter().find(|(what, _)| of(self, what).is_none())?;
+            Some(format!(
+                "{what} is {is} on rank {rank} and missing on rank 0"
+            ))
+        })
     }
 }
 

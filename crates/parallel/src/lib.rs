@@ -124,8 +124,8 @@ pub use optimizer::{
     OptimizerState, ParamGroup, ParamMatrix, ParamSlice, SliceWeight, StepReport, UpdateStep,
 };
 pub use params::{
-    CatalogEntry, DataParallel, Holder, Param, ParamBuilder, ParamStore, Parameters, PlannedParam,
-    ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage, planned_memory,
+    DataParallel, Holder, ModelSpec, Param, ParamBuilder, ParamSpec, ParamStore, Parameters,
+    PlannedParam, ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage, planned_memory,
 };
 pub use pass::{
     ContextRank, GradientSink, KeyValueCache, Loss, Pass, PassReport, PipelineRank, WeightGrad,

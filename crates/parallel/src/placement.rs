@@ -10,6 +10,7 @@
 //! What follows from it: of the ranks of a replica that hold a value, the first *owns* it, counts it in the norm and writes
 //! it to files; where the gradients of holders are summands they are summed before anything else is done with them.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use candle_comm::ProcessGroup;
@@ -31,7 +32,7 @@ pub enum Placement {
 }
 
 /// What a rank's gradient of a replicated parameter is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Gradient {
     /// The whole gradient, the same on every rank: the ranks compute the same from the same. A norm between two
     /// tensor-parallel regions, the bias of a row-parallel layer.
@@ -43,12 +44,30 @@ pub enum Gradient {
 
 /// A part of one dim of a global tensor: of most weights one range of indices, of a fused one a range of each weight that it
 /// joins. Parts may be uneven, and they may overlap: with fewer key/value heads than tensor-parallel ranks, neighbours hold the
-/// same head.
+/// same head. It knows the parts of the other ranks, too.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
+    partition: Partition,
+    /// Whose part this is, of those of the partition.
+    rank: usize,
+}
+
+/// Which indices of one dim of a tensor the tensor-parallel ranks hold: the same on all of them.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct Partition {
     dim: usize,
-    held: Indices,
+    /// Length of the dim.
     global: usize,
+    /// Of each rank in their order; if it is one, of every rank.
+    parts: Vec<Indices>,
+}
+
+/// Indices that the same ranks hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Held {
+    pub range: Range<usize>,
+    /// Those ranks, rising, at least one.
+    pub ranks: Vec<usize>,
 }
 
 impl From<Shard> for Placement {
@@ -68,55 +87,70 @@ impl Placement {
 }
 
 impl Shard {
-    /// Indices `range` of dim `dim`, which has `global` of them; `range` may be empty.
+    /// Indices `range` of dim `dim`, which has `global` of them; `range` may be empty. Every rank holds the same; where each has a part
+    /// of its own, [`Self::of_ranks`] says whose which is.
     pub fn new(dim: usize, range: Range<usize>, global: usize) -> Self {
-        Self {
-            dim,
-            held: Indices::from(range),
-            global,
-        }
+        Self::with_parts(dim, global, vec![range.into()], 0)
+    }
+
+    /// Of dim `dim`, which has `global` indices, those that this rank holds if `range_of` tells those of each rank of the group; they may be
+    /// empty.
+    pub fn of_ranks(
+        dim: usize,
+        global: usize,
+        group: &ProcessGroup,
+        range_of: impl Fn(usize) -> Range<usize>,
+    ) -> Self {
+        let parts = (0..group.world_size()).map(|rank| range_of(rank).into());
+        Self::with_parts(dim, global, parts.collect(), group.rank())
+    }
+
+    fn with_parts(dim: usize, global: usize, parts: Vec<Indices>, rank: usize) -> Self {
+        let partition = Partition { dim, global, parts };
+        Self { partition, rank }
     }
 
     /// The part of a weight that joins others along their dim, one after the other, of which this rank has `parts`: fused queries,
     /// keys and values; the gate and the up projection.
     ///
     /// # Errors
-    /// Parts of different dims or beyond what they are parts of, and none at all.
+    /// Parts of different dims, of different groups or beyond what they are parts of, and none at all.
     pub fn fused(parts: &[Self]) -> Result<Self> {
-        let Some(first) = parts.first() else {
+        let Some(first) = parts.iter().max_by_key(|part| part.partition.parts.len()) else {
             bail!("a fused weight joins at least one part");
         };
-        if let Some(other) = parts.iter().find(|part| part.dim != first.dim) {
-            bail!(
-                "a fused weight joins parts of dim {} and of dim {}; expected one dim",
-                first.dim,
-                other.dim
-            );
-        }
         let mut global = 0;
-        let mut ranges = Vec::new();
+        let num_ranks = first.partition.parts.len();
+        let mut ranges: Vec<Vec<Range<usize>>> = vec![Vec::new(); num_ranks];
         for part in parts {
-            if part
-                .held
-                .0
-                .last()
-                .is_some_and(|last| last.end > part.global)
-            {
+            let Partition { dim, parts: of, .. } = &part.partition;
+            if *dim != parts[0].dim() {
                 bail!(
-                    "a fused weight joins a part with indices {:?} of {}; expected indices below that",
-                    part.held.0,
-                    part.global
+                    "a fused weight joins parts of dim {} and of dim {dim}; expected one dim",
+                    parts[0].dim()
                 );
             }
-            let here = part.held.0.iter();
-            ranges.extend(here.map(|range| global + range.start..global + range.end));
-            global += part.global;
+            if of.len() != 1 && of.len() != num_ranks {
+                bail!(
+                    "a fused weight joins parts of {} ranks and of {num_ranks}; expected one group",
+                    of.len()
+                );
+            }
+            for (rank, ranges) in ranges.iter_mut().enumerate() {
+                let here = part.partition.held(rank).ranges();
+                if here.last().is_some_and(|last| last.end > part.global()) {
+                    bail!(
+                        "a fused weight joins a part with indices {here:?} of {}; expected indices below that",
+                        part.global()
+                    );
+                }
+                let here = here.iter();
+                ranges.extend(here.map(|range| global + range.start..global + range.end));
+            }
+            global += part.global();
         }
-        Ok(Self {
-            dim: first.dim,
-            held: Indices(joined(ranges.into_iter())),
-            global,
-        })
+        let parts = ranges.into_iter().map(Indices::from_iter).collect();
+        Ok(Self::with_parts(first.dim(), global, parts, first.rank))
     }
 
     /// The part of this rank when `global` indices are divided evenly (by at most one apart) over the group.
@@ -131,59 +165,117 @@ impl Shard {
                  least one\nhint: use a smaller tensor-parallel degree"
             );
         }
-        let held = part(global, group.rank(), world_size);
-        Ok(Self::new(dim, held, global))
+        let range_of = |rank| part(global, rank, world_size);
+        Ok(Self::of_ranks(dim, global, group, range_of))
     }
 
     /// The shard whose indices are groups of `unit` of this one's: heads to rows, for example.
     pub fn scaled(&self, unit: usize) -> Self {
-        Self {
-            dim: self.dim,
-            held: self.held.scaled(unit),
-            global: self.global * unit,
-        }
+        let parts = self.partition.parts.iter();
+        let parts = parts.map(|held| held.scaled(unit)).collect();
+        Self::with_parts(self.dim(), self.global() * unit, parts, self.rank)
     }
 
     /// The same part, of another dim.
     pub fn along(&self, dim: usize) -> Self {
-        Self {
-            dim,
-            ..self.clone()
-        }
+        let mut shard = self.clone();
+        shard.partition.dim = dim;
+        shard
     }
 
     /// The dim that is cut.
     pub fn dim(&self) -> usize {
-        self.dim
+        self.partition.dim
     }
 
     /// Length of the dim in the global tensor.
     pub fn global(&self) -> usize {
-        self.global
+        self.partition.global
     }
 
     /// Indices of the dim held here: rising ranges with gaps between them, none of them empty. They lie one after the other here.
     pub fn ranges(&self) -> &[Range<usize>] {
-        &self.held.0
+        self.held().ranges()
     }
 
     /// The first index held here; 0 if there is none.
     pub fn start(&self) -> usize {
-        self.held.0.first().map_or(0, |first| first.start)
+        self.ranges().first().map_or(0, |first| first.start)
     }
 
     /// Number of indices held here.
     pub fn len(&self) -> usize {
-        self.held.len()
+        self.held().len()
     }
 
     /// Whether nothing is held here.
     pub fn is_empty(&self) -> bool {
-        self.held.is_empty()
+        self.held().is_empty()
     }
 
     pub(crate) fn held(&self) -> &Indices {
-        &self.held
+        self.partition.held(self.rank)
+    }
+
+    pub(crate) fn partition(&self) -> &Partition {
+        &self.partition
+    }
+}
+
+impl Partition {
+    pub fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// The indices that a rank holds.
+    pub fn held(&self, rank: usize) -> &Indices {
+        match self.parts.as_slice() {
+            [of_all] => of_all,
+            parts => &parts[rank],
+        }
+    }
+
+    /// The part of rank `rank`.
+    pub fn shard(&self, rank: usize) -> Shard {
+        Shard {
+            rank: rank.min(self.parts.len() - 1),
+            partition: self.clone(),
+        }
+    }
+
+    /// An error unless it is of `num_ranks` ranks, which hold all of the dim.
+    pub fn check(&self, num_ranks: usize) -> Result<()> {
+        let of = self.parts.len();
+        if of != 1 && of != num_ranks {
+            bail!(
+                "it is divided over a group of {of} ranks; the tensor-parallel group has {num_ranks}\nhint: a Shard is of mesh.tp"
+            );
+        }
+        let covered = self.pieces(num_ranks).into_iter().map(|held| held.range);
+        if joined(covered) != joined(std::iter::once(0..self.global)) {
+            let parts: Vec<_> = self.parts.iter().map(Indices::ranges).collect();
+            bail!(
+                "the parts that ranks hold of dim {} do not cover 0..{}: {parts:?}\nhint: Shard::of_ranks tells which rank has \
+                 which part",
+                self.dim,
+                self.global
+            );
+        }
+        Ok(())
+    }
+
+    /// All indices, in pieces that the same ones of `num_ranks` ranks hold, rising.
+    pub fn pieces(&self, num_ranks: usize) -> Vec<Held> {
+        let ranges = self.parts.iter().flat_map(Indices::ranges);
+        let borders: BTreeSet<usize> = ranges.flat_map(|range| [range.start, range.end]).collect();
+        let borders: Vec<usize> = borders.into_iter().collect();
+        let pieces = borders.windows(2).map(|ends| Held {
+            range: ends[0]..ends[1],
+            ranks: (0..num_ranks)
+                .filter(|&rank| self.held(rank).contains(ends[0]))
+                .collect(),
+        });
+        pieces.filter(|held| !held.ranks.is_empty()).collect()
     }
 }
 
@@ -197,7 +289,7 @@ pub(crate) struct Run {
 }
 
 /// Rising ranges of indices with gaps between them, none of them empty. In files and messages one range stands for itself.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(from = "RangeOrRanges", into = "RangeOrRanges")]
 pub(crate) struct Indices(Vec<Range<usize>>);
 

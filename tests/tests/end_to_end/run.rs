@@ -306,7 +306,7 @@ pub fn gather(
     let is_in_blocks = |form: &str| ["q8_0", "q4k"].contains(&form);
     let catalog = part.params().catalog().iter();
     // Blocks are no values, and never written.
-    for entry in catalog.filter(|entry| !is_in_blocks(&entry.form)) {
+    for entry in catalog.filter(|entry| !is_in_blocks(entry.form())) {
         let whole = gather_full(part.params(), mesh, entry, DType::F32, &local)?;
         if let Some(whole) = whole {
             assert_eq!(whole.dims(), entry.shape);

@@ -3,7 +3,7 @@
 use candle_comm::{Mesh, P2p};
 use candle_core::{DType, Error, Result, Shape, Tensor, bail};
 
-use crate::params::{CatalogEntry, Holder, Param, Parameters};
+use crate::params::{Holder, Param, ParamSpec, Parameters};
 
 /// Joins the parts of parameter `entry` on world rank 0 and returns it there, in the type `dtype`; `None` elsewhere.
 ///
@@ -16,7 +16,7 @@ use crate::params::{CatalogEntry, Holder, Param, Parameters};
 pub fn gather_full(
     params: &Parameters,
     mesh: &Mesh,
-    entry: &CatalogEntry,
+    entry: &ParamSpec,
     dtype: DType,
     local: impl Fn(usize) -> Result<Tensor>,
 ) -> Result<Option<Tensor>> {
@@ -24,7 +24,8 @@ pub fn gather_full(
     let index = params.iter().position(|param| param.name == entry.name);
     let local = index.map(|index| Ok::<_, Error>((params.get(index), local(index)?)));
     let local = local.transpose()?;
-    let own = entry.holders.iter().filter(|holder| holder.rank == rank);
+    let holders = params.model().holders(entry);
+    let own = holders.iter().filter(|holder| holder.rank == rank);
     let own = own.map(|holder| {
         let part = match &local {
             Some((param, local)) => own_part(param, local, holder)?,
@@ -43,13 +44,12 @@ pub fn gather_full(
         }
         return Ok(None);
     }
-    let receives = entry
-        .holders
+    let receives = holders
         .iter()
         .filter(|holder| holder.rank != 0)
         .map(|holder| {
             let mut dims = entry.shape.clone();
-            if let Some(len) = dims.get_mut(entry.dim) {
+            if let Some(len) = dims.get_mut(entry.dim()) {
                 *len = holder.range.len();
             }
             P2p::Recv {
@@ -65,7 +65,7 @@ pub fn gather_full(
     };
     // What a rank sends comes in the order of the parts.
     let (mut own, mut received) = (own.into_iter(), received.into_iter());
-    let parts = entry.holders.iter().filter_map(|holder| match holder.rank {
+    let parts = holders.iter().filter_map(|holder| match holder.rank {
         0 => own.next(),
         _ => received.next(),
     });
@@ -73,7 +73,7 @@ pub fn gather_full(
     match parts.as_slice() {
         [] => bail!("no rank holds parameter {}", entry.name),
         [whole] => Ok(Some(whole.clone())),
-        parts => Ok(Some(Tensor::cat(parts, entry.dim)?)),
+        parts => Ok(Some(Tensor::cat(parts, entry.dim())?)),
     }
 }
 

@@ -51,8 +51,10 @@ impl HeadPartition {
                 size,
                 offset: query.start % size,
             },
-            query: Shard::new(0, query, num_heads),
-            key_value: Shard::new(0, heads_read(rank), num_kv_heads),
+            query: Shard::of_ranks(0, num_heads, group, |rank| {
+                part(num_heads, rank, world_size)
+            }),
+            key_value: Shard::of_ranks(0, num_kv_heads, group, heads_read),
         })
     }
 }

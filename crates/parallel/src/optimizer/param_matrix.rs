@@ -54,12 +54,11 @@ impl<'a> ParamMatrix<'a> {
             true => zero(),
             false => values.narrow(0, mine.start - start, mine.len()),
         };
-        let mut catalog = params.catalog().iter();
-        let owners = match catalog.find(|entry| entry.name == param.name) {
-            Some(entry) => entry.holders.iter(),
-            None => bail!("parameter {} is not in the catalog", param.name),
+        let Some(spec) = params.model().get(&param.name) else {
+            bail!("parameter {} is not one of the model", param.name);
         };
-        let owners = owners.map(|holder| (holder.rank % tp.world_size(), holder.range.clone()));
+        let owners = params.model().holders(spec).into_iter();
+        let owners = owners.map(|holder| (holder.rank % tp.world_size(), holder.range));
         Ok(Self {
             param,
             grad: part(slice.grad)?,

@@ -1,18 +1,19 @@
 //! Where each parameter lies in the flat buffers that gradients, their reduction, the optimizer's state and slices of weights share.
 
 use std::cmp::Reverse;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::DType;
 
-use super::{Param, Tie};
+use super::rank_spec::HeldParam;
+use super::tie::TieSpec;
 
 /// Values to whose multiples each data-parallel rank's slice of a bucket is padded: 256 bytes of f32, on which kernels and
 /// copies of a GPU start best.
 pub(crate) const SLICE_ALIGNMENT: usize = 64;
 
 /// Buckets of parameters that are reduced, updated and gathered together.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ParamLayout {
     /// Those of trainable parameters, in the order in which a backward pass is done with them: those of one block each, the last
     /// block first, then those of parameters tied across pipeline stages.
@@ -26,7 +27,7 @@ pub(crate) struct ParamLayout {
 }
 
 /// Where the gradients lie that another stage of this rank gives to the parameters of a bucket.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 struct MoreGradients {
     /// Index of the bucket whose parameters they are of.
     of: usize,
@@ -35,7 +36,7 @@ struct MoreGradients {
 }
 
 /// Parameters that lie one after the other in a flat buffer.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
     /// The first block that uses one of its parameters. Its backward pass is the last to add to their gradients.
     pub block: usize,
@@ -73,7 +74,7 @@ pub(crate) enum Sharing {
 }
 
 /// The place of a parameter in its bucket.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Slot {
     /// Index of the parameter.
     pub param: usize,
@@ -93,16 +94,11 @@ struct Key {
 }
 
 impl ParamLayout {
-    /// Buckets whose lengths `num_slices` ranks divide; `sharing` tells of each parameter what other tensor-parallel ranks hold of it.
-    pub fn new(
-        params: &[Param],
-        ties: &[Tie],
-        num_slices: usize,
-        sharing: impl Fn(usize) -> Sharing,
-    ) -> Self {
+    /// Buckets of these parameters of a rank, whose lengths `num_slices` ranks divide.
+    pub fn new(params: &[HeldParam], ties: &[TieSpec], num_slices: usize) -> Self {
         let (trainable, frozen): (Vec<usize>, Vec<usize>) =
             (0..params.len()).partition(|&index| params[index].trainable);
-        let buckets_of = |members: &[usize]| buckets(params, members, ties, num_slices, &sharing);
+        let buckets_of = |members: &[usize]| buckets(params, members, ties, num_slices);
         let mut buckets = buckets_of(&trainable);
         let more = split_stages(&mut buckets, ties);
         let mut places = vec![None; params.len()];
@@ -180,7 +176,7 @@ impl ParamLayout {
 }
 
 /// Leaves to the buckets of tied parameters the blocks of the first stage of this rank that uses them, and gives the buckets of the others.
-fn split_stages(buckets: &mut [Bucket], ties: &[Tie]) -> Vec<MoreGradients> {
+fn split_stages(buckets: &mut [Bucket], ties: &[TieSpec]) -> Vec<MoreGradients> {
     let mut more = Vec::new();
     for (of, bucket) in buckets.iter_mut().enumerate() {
         let Some(tie) = bucket.tie.map(|tie| &ties[tie]) else {
@@ -207,53 +203,50 @@ fn split_stages(buckets: &mut [Bucket], ties: &[Tie]) -> Vec<MoreGradients> {
 
 /// The buckets of some parameters, given by their indices.
 fn buckets(
-    params: &[Param],
+    params: &[HeldParam],
     members: &[usize],
-    ties: &[Tie],
+    ties: &[TieSpec],
     num_slices: usize,
-    sharing: &impl Fn(usize) -> Sharing,
 ) -> Vec<Bucket> {
-    let first_block = |index: usize| params[index].blocks.iter().min().copied().unwrap_or(0);
-    let key = |&index: &usize| {
+    let mut by_key: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
+    for &index in members {
+        let param = &params[index];
         let tie = ties.iter().position(|tie| tie.params.contains(&index));
-        Key {
+        let first_block = param.blocks.first().copied().unwrap_or(0);
+        let key = Key {
             tie,
-            block: tie.is_none().then(|| Reverse(first_block(index))),
-            dtype: params[index].dtype().as_str(),
-            is_tiled: params[index].is_tiled,
-            sharing: sharing(index),
-        }
-    };
-    let mut keys: Vec<Key> = members.iter().map(key).collect();
-    keys.sort_unstable();
-    keys.dedup();
-    let bucket = |wanted: &Key| {
+            block: tie.is_none().then_some(Reverse(first_block)),
+            dtype: param.dtype.as_str(),
+            is_tiled: param.is_tiled,
+            sharing: param.sharing(),
+        };
+        by_key.entry(key).or_default().push(index);
+    }
+    let bucket = |(key, mut members): (Key, Vec<usize>)| {
         let mut len = 0;
-        let members = members.iter().filter(|index| key(index) == *wanted);
-        let mut members: Vec<usize> = members.copied().collect();
-        members.sort_by_key(|&index| Reverse(params[index].global_shape.elem_count()));
+        members.sort_by_key(|&index| Reverse(params[index].num_global_values));
+        let dtype = members.first().map(|&index| params[index].dtype);
         let slots = members.into_iter().map(|param| {
             let start = len;
-            len += params[param].num_values();
+            len += params[param].num_values;
             let range = start..len;
             Slot { param, range }
         });
         let slots: Vec<Slot> = slots.collect();
         let blocks = slots.iter().flat_map(|slot| &params[slot.param].blocks);
         let blocks: BTreeSet<usize> = blocks.copied().collect();
-        let first = slots.first().map(|slot| params[slot.param].dtype());
         Bucket {
             block: blocks.first().copied().unwrap_or(0),
             blocks: blocks.into_iter().collect(),
-            tie: wanted.tie,
+            tie: key.tie,
             len: len.next_multiple_of(SLICE_ALIGNMENT * num_slices),
-            dtype: first.unwrap_or(DType::F32),
-            is_tiled: wanted.is_tiled,
-            sharing: wanted.sharing,
+            dtype: dtype.unwrap_or(DType::F32),
+            is_tiled: key.is_tiled,
+            sharing: key.sharing,
             slots,
         }
     };
-    keys.iter().map(bucket).collect()
+    by_key.into_iter().map(bucket).collect()
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::pending_weights::PendingWeights;
 use super::source::Wanted;
-use super::weight_format::{Packing, hold};
+use super::weight_format::{Form, Packing, hold};
 use crate::placement::{Indices, Placement, Run, Shard};
 
 /// A parameter, or the part of it that this rank holds.
@@ -169,8 +169,12 @@ impl Param {
 
     /// What the form is called in which they are held: a type, or that of blocks.
     pub fn form(&self) -> &'static str {
+        self.held_form().name()
+    }
+
+    pub(super) fn held_form(&self) -> Form {
         let packing = self.packing.as_ref();
-        packing.map_or(self.dtype().as_str(), Packing::name)
+        packing.map_or(Form::Floats(self.dtype()), Packing::form)
     }
 
     /// Whether what is held is not the values as they are, and is never written.

@@ -1,4 +1,4 @@
-//! The parameters of a finished model: what this rank holds, and a catalog of what every rank holds.
+//! The parameters of a finished model: what this rank holds, and what the model asks for.
 
 use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
@@ -8,12 +8,14 @@ use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Result, Tensor};
 
 use super::allowance::Allowance;
-use super::catalog::{CatalogEntry, GlobalPlacement, SharedRange};
 use super::changes::{Changes, SaveSource};
 use super::data_parallel::{DataParallel, ReplicaGroups};
-use super::layout::{ParamLayout, Sharing, Slot};
+use super::layout::{ParamLayout, Slot};
+use super::model_spec::ModelSpec;
 use super::param::Param;
+use super::param_spec::{ParamSpec, SharedRange};
 use super::pending_weights::PendingWeights;
+use super::rank_spec::RankSpec;
 use super::sharded_weights::ShardedWeights;
 use super::slices::gather_range;
 use super::source::Source;
@@ -23,7 +25,7 @@ use crate::files::Checkpoint;
 use crate::lora::LoraConfig;
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
 use crate::pipeline_layout::PipelineLayout;
-use crate::placement::{Placement, intersect, offset_by};
+use crate::placement::{intersect, offset_by};
 
 /// All parameters of a model, in name order; immutable but for their values.
 #[derive(Clone)]
@@ -33,11 +35,12 @@ pub struct Parameters {
 
 struct Inner {
     params: Vec<Param>,
+    /// Row-major offsets of the local values of each that this rank owns.
     owned: Vec<Vec<Range<usize>>>,
-    shared_ranges: Vec<Vec<SharedRange>>,
     ties: Vec<Tie>,
-    layout: ParamLayout,
-    catalog: Vec<CatalogEntry>,
+    model: ModelSpec,
+    /// What this rank has of it.
+    own: RankSpec,
     source: Arc<Source>,
     allowance: Allowance,
     pending: Arc<PendingWeights>,
@@ -55,6 +58,8 @@ struct Inner {
 /// What a store knows of a model whose blocks have all been built.
 pub(super) struct Requested {
     pub params: Vec<Param>,
+    /// What its stages have asked for, in the same order.
+    pub specs: Vec<ParamSpec>,
     pub source: Arc<Source>,
     pub allowance: Allowance,
     pub pending: Arc<PendingWeights>,
@@ -72,6 +77,7 @@ impl Parameters {
     ) -> Result<Self> {
         let Requested {
             mut params,
+            specs,
             source,
             allowance,
             pending,
@@ -83,46 +89,37 @@ impl Parameters {
         facts.add("data parallelism", format!("{replicas:?}"));
         if mesh.world.world_size() > 1 {
             facts.extend(source.facts()?);
-            facts.compare(
-                &mesh.world,
-                "ranks build different models",
-                "give every rank the same model, seed and settings; ranks differ only in their place in the mesh and, with data \
-                 parallelism, in their data",
-            )?;
         }
-        let is_drawn = |param: &Param| source.is_drawn(&param.wanted());
-        let ranks = GlobalPlacement::exchange(&params, is_drawn, mesh, layout)?;
+        Facts::agree(
+            &mesh.world,
+            Ok(facts),
+            Facts::clone,
+            "ranks build different models",
+            "give every rank the same model, seed and settings; ranks differ only in their place in the mesh and, with data \
+             parallelism, in their data",
+        )?;
+        let (pp_rank, tp_rank) = (mesh.pp.rank(), mesh.tp.rank());
+        let model = ModelSpec::exchange(specs, layout, mesh)?;
+        let own = model.of_rank(pp_rank, tp_rank, mesh.replicas.world_size());
+        own.check_built(&params)?;
         let groups = ReplicaGroups::new(replicas, mesh)?;
-        let catalog = ranks.catalog()?;
-        for param in params.iter_mut().filter(|param| param.is_tiled) {
-            param.is_tiled = ranks.is_tiled(&param.name);
+        for (param, held) in params.iter_mut().zip(&own.params) {
+            param.is_tiled = held.is_tiled;
         }
         if let Some(checkpoint) = source.checkpoint() {
-            let used = catalog.iter().map(|entry| entry.name.as_str()).collect();
-            allowance.check_all_used(checkpoint, &used)?;
+            let used = model.params().iter().map(|param| param.name.as_str());
+            allowance.check_all_used(checkpoint, &used.collect())?;
         }
-        let ties = Tie::find(&params, &ranks, mesh)?;
-        let pp_rank = mesh.pp.rank();
-        let owned = params.iter().map(|param| {
-            let range = ranks.owned_by(&param.name, pp_rank, mesh.tp.rank());
+        let ties = Tie::connect(&model, &own.ties, mesh)?;
+        let owned = params.iter().zip(&own.params).map(|(param, held)| {
             // What is packed is never written as it is held.
-            match range.is_empty() || param.packing.is_some() {
+            match held.owned.is_empty() || param.packing.is_some() {
                 true => Vec::new(),
-                false => param.local_offsets(&range),
+                false => param.local_offsets(&held.owned),
             }
         });
-        let shared_ranges = params
-            .iter()
-            .map(|param| ranks.shared_ranges(&param.name, pp_rank));
         let owned = owned.collect();
-        let shared_ranges: Vec<Vec<SharedRange>> = shared_ranges.collect();
-        let sharing =
-            |index: usize| match (&params[index].placement, shared_ranges[index].is_empty()) {
-                (_, true) => Sharing::None,
-                (Placement::Replicated(_), false) => Sharing::Copies,
-                (Placement::Sharded(_), false) => Sharing::Overlapping,
-            };
-        let places = ParamLayout::new(&params, &ties, mesh.replicas.world_size(), sharing);
+        let places = &own.layout;
         let meter = MemoryMeter::default();
         let initial = |param: &Param| {
             let values = source.values(&param.wanted())?;
@@ -140,7 +137,7 @@ impl Parameters {
             if sharded.get().is_some() {
                 return Err(again());
             }
-            let slices = ShardedWeights::new(&params, &places, &groups, &meter, initial)?;
+            let slices = ShardedWeights::new(&params, places, &groups, &meter, initial)?;
             sharded.set(slices).map_err(|_| again())?;
         } else {
             let mut absent = params.iter().filter(|param| !param.is_present());
@@ -157,11 +154,10 @@ impl Parameters {
                 num_updates: AtomicUsize::new(0),
                 meter,
                 owned,
-                shared_ranges,
-                layout: places,
+                own,
                 params,
                 ties,
-                catalog,
+                model,
                 source,
                 allowance,
                 pending,
@@ -193,7 +189,7 @@ impl Parameters {
 
     /// Buckets of parameters, each of which is reduced and gathered as one.
     pub fn num_buckets(&self) -> usize {
-        self.inner.layout.buckets.len()
+        self.layout().buckets.len()
     }
 
     /// Parameter `index` of this rank.
@@ -201,24 +197,25 @@ impl Parameters {
         &self.inner.params[index]
     }
 
+    /// What the model asks for, the same on every rank.
+    pub fn model(&self) -> &ModelSpec {
+        &self.inner.model
+    }
+
     /// Every parameter of the model, in name order, the same on every rank.
-    pub fn catalog(&self) -> &[CatalogEntry] {
-        &self.inner.catalog
+    pub fn catalog(&self) -> &[ParamSpec] {
+        self.inner.model.params()
     }
 
     /// Number of values of the whole model; shared ones count once.
     pub fn num_global_values(&self) -> usize {
-        self.inner
-            .catalog
-            .iter()
-            .map(CatalogEntry::num_values)
-            .sum()
+        self.catalog().iter().map(ParamSpec::num_values).sum()
     }
 
     /// Number of values of the whole model that are not frozen; shared ones count once.
     pub fn num_trainable_values(&self) -> usize {
-        let trainable = self.inner.catalog.iter().filter(|entry| entry.trainable);
-        trainable.map(CatalogEntry::num_values).sum()
+        let trainable = self.catalog().iter().filter(|entry| entry.trainable);
+        trainable.map(ParamSpec::num_values).sum()
     }
 
     /// Row-major offsets of the local values of parameter `index` that this rank owns: over a data-parallel replica, each value
@@ -229,12 +226,12 @@ impl Parameters {
 
     /// The parts of parameter `index` that several tensor-parallel ranks hold, this one perhaps not among them.
     pub(crate) fn shared_ranges(&self, index: usize) -> &[SharedRange] {
-        &self.inner.shared_ranges[index]
+        &self.inner.own.params[index].shared
     }
 
     /// Where gradients and the optimizer's state of the trainable parameters lie.
     pub(crate) fn layout(&self) -> &ParamLayout {
-        &self.inner.layout
+        &self.inner.own.layout
     }
 
     /// Updates on their way to this rank.
@@ -452,13 +449,10 @@ impl Parameters {
         let Some(checkpoint) = self.checkpoint() else {
             return Vec::new();
         };
-        let is_parameter = |name: &str| {
-            let catalog = &self.inner.catalog;
-            catalog.iter().any(|entry| entry.name == name)
-        };
+        let is_parameter = |name: &str| self.model().get(name).is_some();
         let names = checkpoint.tensors().keys();
         names
-            .filter(|name| !is_parameter(name))
+            .filter(|name| !is_parameter(name.as_str()))
             .map(|name| {
                 (
                     name.clone(),

@@ -12,6 +12,7 @@ use super::allowance::Allowance;
 use super::builder::ParamBuilder;
 use super::data_parallel::{DataParallel, ZeroStage};
 use super::param::{Asker, Param, asked_twice};
+use super::param_spec::ParamSpec;
 use super::parameters::{Parameters, Requested};
 use super::pending_weights::PendingWeights;
 use super::released::empty_var;
@@ -388,7 +389,6 @@ impl ParamStore {
         };
         let stored_dtype = self.source.stored_dtype(&wanted, dtype)?;
         let var = || match is_deferred {
-            true if num_bytes > 0 => Var::zeros(held_dims, held_dtype, device),
             true => empty_var(held_dims, held_dtype, device),
             false => {
                 let values = self.source.values(&wanted)?;
@@ -439,7 +439,17 @@ impl ParamStore {
         Building(self.clone())
     }
 
-    /// Ends construction: exchanges what each rank holds, finds ties between stages and checks that the model used every
+    /// What has been asked for on rank `pp_rank` of a pipeline, in name order.
+    pub(super) fn specs(&self, pp_rank: usize, layout: &PipelineLayout) -> Vec<ParamSpec> {
+        let state = self.lock();
+        let spec = |param: &Param| {
+            let is_drawn = self.source.is_drawn(&param.wanted());
+            ParamSpec::of(param, pp_rank, is_drawn, layout)
+        };
+        state.params.values().map(spec).collect()
+    }
+
+    /// Ends construction: finds out what the whole model asks for and which ties it has between stages, and checks that it used every
     /// tensor of the checkpoint. `facts` is what all ranks must say alike of the model. Every rank of the mesh must call it.
     pub(crate) fn seal(
         &self,
@@ -447,6 +457,7 @@ impl ParamStore {
         facts: Facts,
         layout: &PipelineLayout,
     ) -> Result<Parameters> {
+        let specs = self.specs(mesh.pp.rank(), layout);
         let mut state = self.lock();
         let params: Vec<Param> = state.params.values().cloned().collect();
         // Another model that is built from this store has these parameters, too.
@@ -456,6 +467,7 @@ impl ParamStore {
         }
         let requested = Requested {
             params,
+            specs,
             source: self.source.clone(),
             allowance: state.allowance.clone(),
             pending: self.pending.clone(),

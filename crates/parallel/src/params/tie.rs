@@ -1,67 +1,79 @@
 //! Parameters that several pipeline stages use: tied weights.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use candle_comm::{Mesh, ProcessGroup, ReduceOp};
 use candle_core::{Result, Tensor};
 
-use super::catalog::GlobalPlacement;
 use super::flat_buffer::FlatBuffer;
-use super::param::Param;
+use super::model_spec::ModelSpec;
+use crate::pipeline_layout::PipelineLayout;
 
-/// Parameters that the same stages use, this rank's among them. Each stage sums the gradients that it gives; these sums are added in the
-/// order of the stages, which is the same for every schedule.
+/// Parameters that the same stages use, a rank's among them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct TieSpec {
+    /// Of each stage, in order, its rank among those that have one.
+    ranks: Vec<usize>,
+    /// Those of this rank, and their blocks.
+    pub own_stages: Vec<(usize, Range<usize>)>,
+    /// Indices of the parameters, among those of this rank.
+    pub params: Vec<usize>,
+}
+
+impl TieSpec {
+    /// What rank `pp_rank` of the pipeline has to do with the tie of these stages, one of which is its own.
+    pub fn new(
+        stages: BTreeSet<usize>,
+        params: Vec<usize>,
+        pp_rank: usize,
+        layout: &PipelineLayout,
+    ) -> Self {
+        let members = members(&stages, layout);
+        let member_of = |stage: &usize| {
+            let rank = layout.rank_of(*stage);
+            members.iter().position(|member| *member == rank)
+        };
+        let own_stages = stages
+            .iter()
+            .filter(|&&stage| layout.rank_of(stage) == pp_rank);
+        Self {
+            ranks: stages.iter().filter_map(member_of).collect(),
+            own_stages: own_stages.map(|&s| (s, layout.blocks(s))).collect(),
+            params,
+        }
+    }
+}
+
+/// The ranks of the pipeline that have these stages.
+fn members(stages: &BTreeSet<usize>, layout: &PipelineLayout) -> BTreeSet<usize> {
+    stages.iter().map(|&stage| layout.rank_of(stage)).collect()
+}
+
+/// The ranks of a [`TieSpec`]. Each stage sums the gradients that it gives; these sums are added in the order of the stages, which is the same
+/// for every schedule.
 pub(crate) struct Tie {
     /// The ranks that have these stages.
     group: ProcessGroup,
     /// Of each stage, in order, the rank in the group that has it.
     ranks: Vec<usize>,
-    /// Those of this rank, and their blocks.
-    pub own_stages: Vec<(usize, Range<usize>)>,
-    /// Indices of the parameters.
-    pub params: Vec<usize>,
 }
 
 impl Tie {
-    /// One for each set of stages that share parameters. Every rank splits the pipeline group once per set, in the same order.
-    pub(super) fn find(
-        params: &[Param],
-        ranks: &GlobalPlacement,
-        mesh: &Mesh,
-    ) -> Result<Vec<Self>> {
-        let catalog = ranks.catalog()?;
-        let is_trainable = |name: &str| {
-            let entry = catalog.binary_search_by(|entry| entry.name.as_str().cmp(name));
-            entry.is_ok_and(|index| catalog[index].trainable)
-        };
-        let shared = ranks.stages().iter();
-        let shared = shared.filter(|(name, stages)| stages.len() > 1 && is_trainable(name));
-        let shared: BTreeMap<&String, &BTreeSet<usize>> = shared.collect();
-        let sets: BTreeSet<&BTreeSet<usize>> = shared.values().copied().collect();
-        let (layout, own) = (ranks.layout(), mesh.pp.rank());
+    /// The ties of this rank, whose numbers are `own`. Every rank splits the pipeline group once for each set of stages that share
+    /// parameters, in the same order.
+    pub(super) fn connect(model: &ModelSpec, own: &[TieSpec], mesh: &Mesh) -> Result<Vec<Self>> {
+        let (pp_rank, mut own) = (mesh.pp.rank(), own.iter());
         let mut ties = Vec::new();
-        for stages in sets {
-            let members: BTreeSet<usize> = stages.iter().map(|&s| layout.rank_of(s)).collect();
-            let is_member = members.contains(&own);
-            let color = if is_member { 0 } else { 1 + own };
-            let group = mesh.pp.split(color, own)?;
-            if !is_member {
-                continue;
+        for stages in model.tied_stages() {
+            let is_member = members(&stages, model.layout()).contains(&pp_rank);
+            let color = if is_member { 0 } else { 1 + pp_rank };
+            let group = mesh.pp.split(color, pp_rank)?;
+            if is_member {
+                let ranks = own.next().map(|spec| spec.ranks.clone());
+                let ranks = ranks.unwrap_or_default();
+                ties.push(Self { group, ranks });
             }
-            let member_of = |stage: &usize| {
-                let rank = layout.rank_of(*stage);
-                members.iter().position(|member| *member == rank)
-            };
-            let is_own = |stage: &&usize| layout.rank_of(**stage) == own;
-            let own_stages = stages.iter().filter(is_own);
-            let has_tie = |index: &usize| shared.get(&params[*index].name) == Some(&stages);
-            ties.push(Self {
-                group,
-                ranks: stages.iter().filter_map(member_of).collect(),
-                own_stages: own_stages.map(|&s| (s, layout.blocks(s))).collect(),
-                params: (0..params.len()).filter(has_tie).collect(),
-            });
         }
         Ok(ties)
     }

@@ -7,6 +7,7 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{CpuStorage, DType, Device, Result, Tensor, bail};
 use candle_ops::round_into;
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 
 use crate::placement::Shard;
 
@@ -30,11 +31,60 @@ pub enum WeightFormat {
     Q4K,
 }
 
-/// How one weight is held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
+/// How one weight is held; written by its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "&'static str")]
+pub(crate) enum Form {
     Floats(DType),
     Blocks(GgmlDType),
+}
+
+impl Form {
+    /// What it is called.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Floats(dtype) => dtype.as_str(),
+            Self::Blocks(GgmlDType::Q4K) => "q4k",
+            Self::Blocks(_) => "q8_0",
+        }
+    }
+
+    /// Type of what is held.
+    pub fn held_dtype(self) -> DType {
+        match self {
+            Self::Floats(dtype) => dtype,
+            Self::Blocks(_) => DType::U8,
+        }
+    }
+
+    /// How many of these are held of values of shape `dims`, which in blocks is (rows, columns).
+    pub fn num_held(self, dims: &[usize]) -> usize {
+        match (self, dims) {
+            (Self::Blocks(blocks), &[rows, columns]) => rows * row_bytes(blocks, columns),
+            _ => dims.iter().product(),
+        }
+    }
+}
+
+impl From<Form> for &'static str {
+    fn from(form: Form) -> Self {
+        form.name()
+    }
+}
+
+impl TryFrom<String> for Form {
+    type Error = String;
+
+    fn try_from(name: String) -> std::result::Result<Self, String> {
+        match name.as_str() {
+            "q4k" => Ok(Self::Blocks(GgmlDType::Q4K)),
+            "q8_0" => Ok(Self::Blocks(GgmlDType::Q8_0)),
+            name => match name.parse() {
+                Ok(dtype) => Ok(Self::Floats(dtype)),
+                Err(_) => Err(format!("{name} is no form of weights")),
+            },
+        }
+    }
 }
 
 /// How this rank's part (rows, columns) of a weight is held and what becomes of it.
@@ -71,10 +121,8 @@ impl WeightFormat {
 impl WeightFormat {
     /// Bytes of a frozen weight (rows, columns) that is held whole in this form; `is_inner`: it is neither of the first block nor of the last.
     pub(crate) fn num_bytes(self, [rows, columns]: [usize; 2], is_inner: bool) -> usize {
-        rows * match self.form(columns, is_inner) {
-            Form::Floats(dtype) => columns * dtype.size_in_bytes(),
-            Form::Blocks(blocks) => row_bytes(blocks, columns),
-        }
+        let form = self.form(columns, is_inner);
+        form.num_held(&[rows, columns]) * form.held_dtype().size_in_bytes()
     }
 }
 
@@ -113,19 +161,11 @@ impl Packing {
 
     /// Type of what is held.
     pub fn held_dtype(&self) -> DType {
-        match self.form {
-            Form::Floats(dtype) => dtype,
-            Form::Blocks(_) => DType::U8,
-        }
+        self.form.held_dtype()
     }
 
-    /// What the form is called.
-    pub fn name(&self) -> &'static str {
-        match self.form {
-            Form::Floats(dtype) => dtype.as_str(),
-            Form::Blocks(GgmlDType::Q4K) => "q4k",
-            Form::Blocks(_) => "q8_0",
-        }
+    pub fn form(&self) -> Form {
+        self.form
     }
 
     /// Shape of what is held.

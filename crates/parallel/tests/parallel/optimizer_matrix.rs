@@ -395,7 +395,7 @@ impl Optimizer for Observer {
 fn with_overlaps(mesh: &Mesh, store: &ParamStore) -> Result<ModelPart> {
     let chain = Chain::default();
     let vb = store.builder(chain.dtype, &crate::device::device());
-    let range = match (mesh.tp.world_size(), mesh.tp.rank()) {
+    let range = |rank: usize| match (mesh.tp.world_size(), rank) {
         (1, _) => 0..4,
         (2, 0) => 0..3,
         (3, 0) => 0..2,
@@ -405,7 +405,7 @@ fn with_overlaps(mesh: &Mesh, store: &ParamStore) -> Result<ModelPart> {
     ModelPart::build(mesh, &vb, chain.num_blocks(), HIDDEN, |index, vb| {
         if index == 2 {
             // Two fused maps with such parts.
-            let part = Shard::new(1, range.clone(), 4);
+            let part = Shard::of_ranks(1, 4, &mesh.tp, range);
             let shard = Shard::fused(&[part.clone(), part])?;
             vb.get_placed((5, 8), "layers.1.shared", shard, WEIGHT_INIT)?;
         }

@@ -320,12 +320,8 @@ fn a_weight_that_is_used_at_times_may_get_no_gradient_and_an_empty_part_needs_no
     let results = on_mesh((1, 1, 2), |mesh: Mesh| {
         let part = part(&mesh, &ParamStore::init(5), |vb| {
             // The second rank has nothing of it.
-            let held = if mesh.tp.rank() == 0 {
-                0..HIDDEN
-            } else {
-                HIDDEN..HIDDEN
-            };
-            let shard = Shard::new(0, held, HIDDEN);
+            let held = |rank: usize| if rank == 0 { 0..HIDDEN } else { HIDDEN..HIDDEN };
+            let shard = Shard::of_ranks(0, HIDDEN, &mesh.tp, held);
             let weight = vb.get_placed(HIDDEN, "weight", shard, WEIGHT_INIT)?;
             let tp = mesh.tp.clone();
             Ok(with(move |xs, _| {

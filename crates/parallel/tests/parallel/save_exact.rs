@@ -36,9 +36,10 @@ pub fn part(chain: Chain, mesh: &Mesh, store: ParamStore) -> Result<ModelPart> {
     let vb = store.builder(chain.dtype, &device());
     ModelPart::build(mesh, &vb, chain.num_blocks(), HIDDEN, |index, vb| {
         if index == 2 {
-            let (rank, tp) = (mesh.tp.rank(), mesh.tp.world_size());
-            let end = ((rank + 1) * ROWS / tp + 1).min(ROWS);
-            let part = Shard::new(0, rank * ROWS / tp..end, ROWS);
+            let tp = mesh.tp.world_size();
+            let end = |rank: usize| ((rank + 1) * ROWS / tp + 1).min(ROWS);
+            let rows = |rank: usize| rank * ROWS / tp..end(rank);
+            let part = Shard::of_ranks(0, ROWS, &mesh.tp, rows);
             let shard = Shard::fused(&[part.clone(), part])?;
             let init = Init::Uniform { lo: 0.5, up: 1.5 };
             vb.pp("shared")

@@ -13,7 +13,7 @@ use super::staged::{WEIGHT, tensor_name};
 use crate::agreement::agree;
 use crate::files::decode;
 use crate::optimizer::{DistributedOptimizer, MASTER};
-use crate::params::{CatalogEntry, Parameters, SaveSource};
+use crate::params::{ParamSpec, Parameters, SaveSource};
 
 impl TrainingCheckpoint {
     /// An error that names the first parameter which the model has in another way: the checkpoint is of another model.
@@ -27,7 +27,7 @@ impl TrainingCheckpoint {
             .collect();
         let dir = self.dir().display();
         let hint = "hint: resume with the model and the --freeze that the checkpoint was made with";
-        for CatalogEntry {
+        for ParamSpec {
             name,
             shape,
             trainable,
@@ -53,7 +53,7 @@ impl TrainingCheckpoint {
             }
         }
         if let Some(record) = self.manifest.params.iter().find(|record| {
-            let entry = |entry: &CatalogEntry| entry.name == record.name;
+            let entry = |entry: &ParamSpec| entry.name == record.name;
             !params.catalog().iter().any(entry)
         }) {
             bail!(

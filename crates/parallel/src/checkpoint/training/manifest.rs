@@ -166,7 +166,7 @@ impl CheckpointManifest {
         let entries = entries.map(|(entry, &save_source)| ParamRecord {
             name: entry.name.clone(),
             shape: entry.shape.clone(),
-            dtype: entry.form.clone(),
+            dtype: entry.form().to_string(),
             stored_dtype: entry.stored_dtype.as_str().to_string(),
             trainable: entry.trainable,
             save_source,

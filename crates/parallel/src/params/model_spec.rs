@@ -1,0 +1,251 @@
+//! What a model asks for: every parameter of every block, by arithmetic. It is the same on every rank, and what any rank holds, owns, shares and
+//! ties follows from it.
+//!
+//! A model of blocks that can be built anywhere is [described](ModelSpec::describe) on one rank. While a model is built, a rank asks for what
+//! its own stages need, and the ranks of a pipeline tell each other, so that each has the whole: the function that builds a block
+//! is not called for the blocks of other ranks, since it may keep a tensor of one block for another one, or read values. Tensor-parallel
+//! ranks and replicas ask for the same, which one hash shows.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use candle_comm::{Degrees, Mesh};
+use candle_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+use super::builder::ParamBuilder;
+use super::layout::ParamLayout;
+use super::param_spec::ParamSpec;
+use super::rank_spec::{HeldParam, RankSpec};
+use super::tie::TieSpec;
+use crate::agreement::Facts;
+use crate::pipeline_layout::PipelineLayout;
+
+/// Every parameter of a model, in name order, and how the model is divided: numbers and names, the same on every rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelSpec {
+    params: Vec<ParamSpec>,
+    layout: PipelineLayout,
+    degrees: Degrees,
+}
+
+/// The part of a parameter that one rank owns: it writes that part to files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Holder {
+    /// World rank.
+    pub rank: usize,
+    /// Indices along the dim that is cut.
+    pub range: Range<usize>,
+}
+
+impl ModelSpec {
+    fn new(params: Vec<ParamSpec>, layout: PipelineLayout, degrees: Degrees) -> Result<Self> {
+        params
+            .iter()
+            .try_for_each(|param| param.check(degrees.tp))?;
+        Ok(Self {
+            params,
+            layout,
+            degrees,
+        })
+    }
+
+    /// What the blocks of a model ask for that `build` makes, which gets the index of a block and the builder of its parameters. It is called
+    /// once for each block, in order, with the store of `vb`, which from then on [has no values](crate::ParamStore::without_values). Its
+    /// layers lie on a tensor-parallel group of `degrees.tp` ranks: any of them, as a [`Shard`](crate::Shard) knows the parts of all.
+    /// [`ProcessGroup::unconnected`](candle_comm::ProcessGroup::unconnected) gives one on a rank alone.
+    ///
+    /// # Errors
+    /// What `build` returns; parts that leave something of a parameter out.
+    pub fn describe<T>(
+        layout: PipelineLayout,
+        degrees: Degrees,
+        vb: &ParamBuilder,
+        build: impl Fn(usize, ParamBuilder) -> Result<T>,
+    ) -> Result<Self> {
+        let store = vb.store().clone().without_values();
+        let building = store.building();
+        let num_blocks = layout.num_blocks();
+        for index in 0..num_blocks {
+            let built = build(index, vb.block(index, num_blocks));
+            built.map_err(|err| err.context(format!("block {index}")))?;
+        }
+        drop(building);
+        let mut params = store.specs(0, &layout);
+        for param in params.iter_mut().filter(|param| !param.outside.is_empty()) {
+            // A program asks on every rank.
+            param.outside = (0..layout.num_ranks()).collect();
+        }
+        params.iter_mut().for_each(|param| param.asked_by = None);
+        Self::new(params, layout, degrees)
+    }
+
+    /// What all ranks of the mesh have asked for, this one for `own`. Each rank of a pipeline hears of the others what their stages need, and
+    /// nothing else moves but a hash. Every rank must call it.
+    pub(super) fn exchange(
+        own: Vec<ParamSpec>,
+        layout: &PipelineLayout,
+        mesh: &Mesh,
+    ) -> Result<Self> {
+        let whole = match mesh.pp.world_size() {
+            1 => Ok(own),
+            _ => {
+                let rank = mesh.world.rank();
+                let own = Asked { rank, params: own };
+                let bytes = serde_json::to_vec(&own).map_err(Error::wrap)?;
+                let all = mesh.pp.all_gather_bytes(&bytes)?;
+                joined(all.iter().map(Vec::as_slice))
+            }
+        };
+        let model = whole.and_then(|mut params| {
+            params.iter_mut().for_each(|param| param.asked_by = None);
+            Self::new(params, layout.clone(), mesh.degrees)
+        });
+        Facts::agree(
+            &mesh.world,
+            model,
+            Self::facts,
+            "ranks build different models",
+            "every rank asks for every parameter of its stages alike; Shard::even and Shard::of_ranks tell which rank holds which part",
+        )
+    }
+
+    /// Everything that ranks must say alike.
+    fn facts(&self) -> Facts {
+        let mut facts = Facts::default();
+        for param in &self.params {
+            facts.add(&format!("parameter {}", param.name), param.in_words());
+        }
+        facts
+    }
+
+    /// A hash of all of it: ranks with the same one build the same model.
+    pub fn hash(&self) -> u64 {
+        self.facts().hash()
+    }
+
+    /// Every parameter of the model, in name order.
+    pub fn params(&self) -> &[ParamSpec] {
+        &self.params
+    }
+
+    /// The stages of the pipeline.
+    pub fn layout(&self) -> &PipelineLayout {
+        &self.layout
+    }
+
+    /// The parameter of this name.
+    pub fn get(&self, name: &str) -> Option<&ParamSpec> {
+        let place = self
+            .params
+            .binary_search_by(|param| param.name.as_str().cmp(name));
+        place.ok().map(|place| &self.params[place])
+    }
+
+    /// World ranks and the disjoint parts of `param` that they own, in the order of their indices; together they are the whole parameter.
+    /// A rank may own several. They belong to the first replica, and to the first stage that uses the parameter.
+    pub fn holders(&self, param: &ParamSpec) -> Vec<Holder> {
+        let Degrees { dp, cp, tp, .. } = self.degrees;
+        let first = self.owner(param) * dp * cp * tp;
+        let mut holders: Vec<Holder> = Vec::new();
+        for held in param.pieces(tp) {
+            let (rank, range) = (first + held.ranks[0], held.range);
+            match holders.last_mut() {
+                Some(last) if last.rank == rank && last.range.end == range.start => {
+                    last.range.end = range.end;
+                }
+                _ => holders.push(Holder { rank, range }),
+            }
+        }
+        if holders.is_empty() {
+            // Of a parameter without values the first rank that has it.
+            let (rank, range) = (first, 0..0);
+            holders.push(Holder { rank, range });
+        }
+        holders
+    }
+
+    /// The rank of the pipeline that owns a parameter: that of the first stage which uses it.
+    fn owner(&self, param: &ParamSpec) -> usize {
+        let first = param.stages(&self.layout).into_iter().next();
+        first.map_or(0, |stage| self.layout.rank_of(stage))
+    }
+
+    /// The sets of stages that share trainable parameters, each once, in the same order on every rank.
+    pub(super) fn tied_stages(&self) -> BTreeSet<BTreeSet<usize>> {
+        let trainable = self.params.iter().filter(|param| param.trainable);
+        let stages = trainable.map(|param| param.stages(&self.layout));
+        stages.filter(|stages| stages.len() > 1).collect()
+    }
+
+    /// What the rank holds that is `pp_rank` of the pipeline and `tp_rank` of the tensor-parallel group, if `num_slices` replicas divide buckets.
+    pub(crate) fn of_rank(&self, pp_rank: usize, tp_rank: usize, num_slices: usize) -> RankSpec {
+        let (layout, tp) = (&self.layout, self.degrees.tp);
+        let is_own = |stage: &usize| layout.rank_of(*stage) == pp_rank;
+        let mut params = Vec::new();
+        let mut tied: BTreeMap<BTreeSet<usize>, Vec<usize>> = BTreeMap::new();
+        for param in &self.params {
+            let stages = param.stages(layout);
+            if !stages.iter().any(is_own) {
+                continue;
+            }
+            if param.trainable && stages.len() > 1 {
+                tied.entry(stages.clone()).or_default().push(params.len());
+            }
+            let blocks = param.blocks.iter().copied();
+            let blocks =
+                blocks.filter(|&block| layout.stage_of_block(block).as_ref().is_some_and(is_own));
+            let first = param.outside.contains(&pp_rank).then_some(0);
+            let blocks: BTreeSet<usize> = first.into_iter().chain(blocks).collect();
+            let owned = match self.owner(param) == pp_rank {
+                true => param.owned_by(tp_rank, tp),
+                false => Default::default(),
+            };
+            params.push(HeldParam {
+                name: param.name.clone(),
+                blocks: blocks.into_iter().collect(),
+                num_values: param.form.num_held(&param.local_shape(tp_rank)),
+                num_global_values: param.num_values(),
+                dtype: param.form.held_dtype(),
+                trainable: param.trainable,
+                is_tiled: param.is_tiled,
+                is_replicated: param.partition.is_none(),
+                owned,
+                shared: param.shared_ranges(tp),
+            });
+        }
+        let ties: Vec<TieSpec> = tied
+            .into_iter()
+            .map(|(stages, params)| TieSpec::new(stages, params, pp_rank, layout))
+            .collect();
+        RankSpec {
+            layout: ParamLayout::new(&params, &ties, num_slices),
+            params,
+            ties,
+        }
+    }
+}
+
+/// What a rank has asked for.
+#[derive(Serialize, Deserialize)]
+struct Asked {
+    /// World rank.
+    rank: usize,
+    params: Vec<ParamSpec>,
+}
+
+/// What the ranks of a pipeline have asked for together.
+fn joined<'a>(said: impl Iterator<Item = &'a [u8]>) -> Result<Vec<ParamSpec>> {
+    let mut all: BTreeMap<String, (usize, ParamSpec)> = BTreeMap::new();
+    for bytes in said {
+        let Asked { rank, params } = serde_json::from_slice(bytes).map_err(Error::wrap)?;
+        for param in params {
+            match all.get_mut(&param.name) {
+                Some((first, known)) => known.join(param, *first, rank)?,
+                None => drop(all.insert(param.name.clone(), (rank, param))),
+            }
+        }
+    }
+    Ok(all.into_values().map(|(_, param)| param).collect())
+}
