@@ -41,6 +41,8 @@ mod layouts;
 mod lora;
 #[path = "end_to_end/memory.rs"]
 mod memory;
+#[path = "end_to_end/model_spec.rs"]
+mod model_spec;
 #[path = "end_to_end/pairwise.rs"]
 mod pairwise;
 #[path = "end_to_end/parameter_server.rs"]

@@ -124,8 +124,9 @@ pub use optimizer::{
     OptimizerState, ParamGroup, ParamMatrix, ParamSlice, SliceWeight, StepReport, UpdateStep,
 };
 pub use params::{
-    DataParallel, Holder, ModelSpec, Param, ParamBuilder, ParamSpec, ParamStore, Parameters,
-    PlannedParam, ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage, planned_memory,
+    DataParallel, HeldParam, Holder, ModelSpec, Param, ParamBuilder, ParamSpec, ParamStore,
+    Parameters, PlannedParam, RankSpec, ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat,
+    ZeroStage, planned_memory,
 };
 pub use pass::{
     ContextRank, GradientSink, KeyValueCache, Loss, Pass, PassReport, PipelineRank, WeightGrad,

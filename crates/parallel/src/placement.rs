@@ -235,6 +235,11 @@ impl Partition {
         }
     }
 
+    /// The indices that any rank holds, some of them perhaps several times.
+    pub fn ranges(&self) -> impl Iterator<Item = &Range<usize>> {
+        self.parts.iter().flat_map(Indices::ranges)
+    }
+
     /// The part of rank `rank`.
     pub fn shard(&self, rank: usize) -> Shard {
         Shard {
@@ -266,8 +271,8 @@ impl Partition {
 
     /// All indices, in pieces that the same ones of `num_ranks` ranks hold, rising.
     pub fn pieces(&self, num_ranks: usize) -> Vec<Held> {
-        let ranges = self.parts.iter().flat_map(Indices::ranges);
-        let borders: BTreeSet<usize> = ranges.flat_map(|range| [range.start, range.end]).collect();
+        let borders = self.ranges().flat_map(|range| [range.start, range.end]);
+        let borders: BTreeSet<usize> = borders.collect();
         let borders: Vec<usize> = borders.into_iter().collect();
         let pieces = borders.windows(2).map(|ends| Held {
             range: ends[0]..ends[1],

@@ -39,6 +39,7 @@ pub use param_spec::ParamSpec;
 pub use parameters::Parameters;
 pub(crate) use pending_weights::BucketWeights;
 pub use planned_memory::{PlannedParam, planned_memory};
+pub use rank_spec::{HeldParam, RankSpec};
 pub(crate) use released::{is_about_released, move_storage};
 pub(crate) use sharded_weights::is_adopted;
 pub(crate) use slices::gather_range;

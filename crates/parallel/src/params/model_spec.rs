@@ -69,7 +69,7 @@ impl ModelSpec {
         let num_blocks = layout.num_blocks();
         for index in 0..num_blocks {
             let built = build(index, vb.block(index, num_blocks));
-            built.map_err(|err| err.context(format!("block {index}")))?;
+            built.map_err(|err| err.context(format!("building block {index}")))?;
         }
         drop(building);
         let mut params = store.specs(0, &layout);
@@ -179,9 +179,11 @@ impl ModelSpec {
         stages.filter(|stages| stages.len() > 1).collect()
     }
 
-    /// What the rank holds that is `pp_rank` of the pipeline and `tp_rank` of the tensor-parallel group, if `num_slices` replicas divide buckets.
-    pub(crate) fn of_rank(&self, pp_rank: usize, tp_rank: usize, num_slices: usize) -> RankSpec {
-        let (layout, tp) = (&self.layout, self.degrees.tp);
+    /// What world rank `rank` holds.
+    pub fn of_rank(&self, rank: usize) -> RankSpec {
+        let Degrees { dp, cp, tp, .. } = self.degrees;
+        let (layout, num_replicas) = (&self.layout, dp * cp);
+        let (tp_rank, pp_rank) = (rank % tp, rank / (num_replicas * tp));
         let is_own = |stage: &usize| layout.rank_of(*stage) == pp_rank;
         let mut params = Vec::new();
         let mut tied: BTreeMap<BTreeSet<usize>, Vec<usize>> = BTreeMap::new();
@@ -202,10 +204,12 @@ impl ModelSpec {
                 true => param.owned_by(tp_rank, tp),
                 false => Default::default(),
             };
+            let shape = param.local_shape(tp_rank);
             params.push(HeldParam {
                 name: param.name.clone(),
                 blocks: blocks.into_iter().collect(),
-                num_values: param.form.num_held(&param.local_shape(tp_rank)),
+                num_values: param.form.num_held(&shape),
+                shape,
                 num_global_values: param.num_values(),
                 dtype: param.form.held_dtype(),
                 trainable: param.trainable,
@@ -220,7 +224,7 @@ impl ModelSpec {
             .map(|(stages, params)| TieSpec::new(stages, params, pp_rank, layout))
             .collect();
         RankSpec {
-            layout: ParamLayout::new(&params, &ties, num_slices),
+            layout: ParamLayout::new(&params, &ties, num_replicas),
             params,
             ties,
         }

@@ -98,9 +98,8 @@ impl Parameters {
             "give every rank the same model, seed and settings; ranks differ only in their place in the mesh and, with data \
              parallelism, in their data",
         )?;
-        let (pp_rank, tp_rank) = (mesh.pp.rank(), mesh.tp.rank());
         let model = ModelSpec::exchange(specs, layout, mesh)?;
-        let own = model.of_rank(pp_rank, tp_rank, mesh.replicas.world_size());
+        let own = model.of_rank(mesh.world.rank());
         own.check_built(&params)?;
         let groups = ReplicaGroups::new(replicas, mesh)?;
         for (param, held) in params.iter_mut().zip(&own.params) {
@@ -200,6 +199,11 @@ impl Parameters {
     /// What the model asks for, the same on every rank.
     pub fn model(&self) -> &ModelSpec {
         &self.inner.model
+    }
+
+    /// What this rank holds of the model.
+    pub fn of_rank(&self) -> &RankSpec {
+        &self.inner.own
     }
 
     /// Every parameter of the model, in name order, the same on every rank.

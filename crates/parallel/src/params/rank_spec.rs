@@ -1,5 +1,7 @@
 //! What one rank holds of a model, by arithmetic: parts, what it owns and shares, ties, and where everything lies in buckets.
 
+use std::ops::Range;
+
 use candle_core::{DType, Result, bail};
 
 use super::layout::{ParamLayout, Sharing};
@@ -8,21 +10,24 @@ use super::param_spec::SharedRange;
 use super::tie::TieSpec;
 use crate::placement::Indices;
 
-/// What one rank holds.
+/// What one rank holds of a model: numbers, no values.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct RankSpec {
-    /// Its parameters, in name order.
-    pub params: Vec<HeldParam>,
+pub struct RankSpec {
+    pub(crate) params: Vec<HeldParam>,
     /// Those that other stages use, too.
-    pub ties: Vec<TieSpec>,
+    pub(crate) ties: Vec<TieSpec>,
     /// Where gradients, the optimizer's state and slices of weights lie.
-    pub layout: ParamLayout,
+    pub(crate) layout: ParamLayout,
 }
 
 /// A parameter, or the part of it that a rank holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct HeldParam {
+#[non_exhaustive]
+pub struct HeldParam {
+    /// Hugging Face name.
     pub name: String,
+    /// Shape of the values of this rank.
+    pub shape: Vec<usize>,
     /// Blocks of this rank that use it, rising.
     pub blocks: Vec<usize>,
     /// What is held: values, or bytes that stand for them.
@@ -31,18 +36,44 @@ pub(crate) struct HeldParam {
     pub num_global_values: usize,
     /// Type of what is held.
     pub dtype: DType,
+    /// Whether it gets a gradient and an update.
     pub trainable: bool,
-    pub is_tiled: bool,
-    pub is_replicated: bool,
+    pub(crate) is_tiled: bool,
+    pub(crate) is_replicated: bool,
     /// Indices of its cut dim that this rank owns: over a data-parallel replica, each is owned by exactly one rank.
-    pub owned: Indices,
+    pub(crate) owned: Indices,
     /// The parts that several tensor-parallel ranks hold, this one perhaps not among them.
-    pub shared: Vec<SharedRange>,
+    pub(crate) shared: Vec<SharedRange>,
 }
 
 impl RankSpec {
+    /// Its parameters, in name order.
+    pub fn params(&self) -> &[HeldParam] {
+        &self.params
+    }
+
+    /// How many flat buffers the parameters lie in, each reduced and gathered as one: first those of trainable parameters, in the order in
+    /// which a backward pass is done with them.
+    pub fn num_buckets(&self) -> usize {
+        self.layout.all().count()
+    }
+
+    /// The names of the parameters of bucket `index` in their order, and the number of its values, of which each replica has an equal slice;
+    /// `None` beyond the last bucket.
+    pub fn bucket(&self, index: usize) -> Option<(Vec<&str>, usize)> {
+        let bucket = self.layout.all().nth(index)?;
+        let slots = bucket.slots.iter();
+        let names = slots.map(|slot| self.params[slot.param].name.as_str());
+        Some((names.collect(), bucket.len))
+    }
+
+    /// Indices of the cut dim of parameter `index` that this rank owns, which writes them to files: over a replica, each index has one owner.
+    pub fn owned(&self, index: usize) -> &[Range<usize>] {
+        self.params[index].owned.ranges()
+    }
+
     /// An error unless these are what was built.
-    pub fn check_built(&self, built: &[Param]) -> Result<()> {
+    pub(super) fn check_built(&self, built: &[Param]) -> Result<()> {
         let names = |held: &[HeldParam]| -> Vec<String> {
             held.iter().map(|held| held.name.clone()).collect()
         };
@@ -72,7 +103,7 @@ impl RankSpec {
 
 impl HeldParam {
     /// What other tensor-parallel ranks hold of it.
-    pub fn sharing(&self) -> Sharing {
+    pub(super) fn sharing(&self) -> Sharing {
         match (self.shared.is_empty(), self.is_replicated) {
             (true, _) => Sharing::None,
             (false, true) => Sharing::Copies,

@@ -147,9 +147,10 @@ impl Packing {
             let cuts = |range: &&Range<usize>| {
                 !(range.start.is_multiple_of(size) && range.end.is_multiple_of(size))
             };
-            if let Some(range) = columns.ranges().iter().find(cuts) {
+            // Those of other ranks too: all refuse alike.
+            if let Some(range) = columns.partition().ranges().find(cuts) {
                 bail!(
-                    "parameter {name}: this rank has the columns {range:?} of {}, which cuts blocks of {size} values, as \
+                    "parameter {name}: a rank has the columns {range:?} of {}, which cuts blocks of {size} values, as \
                      {blocks:?} has them\nhint: use another tensor-parallel degree, or weights in 16 bits",
                     columns.global()
                 );
