@@ -9,7 +9,7 @@
 //! | `ranks`, `is_simulated` | how many, and whether there is but one |
 //! | `start_secs` | from the first rank's begin to the last one's end; of simulated ranks that of the slowest place |
 //! | `secs_per_rank`, `times_first` | the same for each rank, and beside that of the line before all others: 1 if a start costs a rank as much among many |
-//! | `rank_mb` | resident memory that the start adds, in MB a rank |
+//! | `rank_mb` | resident memory of the process that it did not have at the begin, in MB a rank: of several numbers of ranks the largest counts |
 //! | `num_params`, `num_buckets` | the model's parameters and the buckets of a rank |
 
 use std::fs;
@@ -29,11 +29,17 @@ use serde_json::json;
 #[derive(Parser)]
 struct Args {
     /// The checkpoint that ranks as threads begin with
-    #[arg(long)]
+    #[arg(long, default_value = "examples/assets/shakespeare-llama")]
     model: PathBuf,
     /// Numbers of ranks as threads, the first of which the others are compared with
     #[arg(long, value_delimiter = ',')]
     ranks: Vec<usize>,
+    /// Pipeline stages of ranks as threads
+    #[arg(long, default_value_t = 1)]
+    pp: usize,
+    /// Tensor-parallel ranks of ranks as threads
+    #[arg(long, default_value_t = 1)]
+    tp: usize,
     /// Numbers of simulated ranks, multiples of 64
     #[arg(long, value_delimiter = ',')]
     simulated: Vec<usize>,
@@ -55,12 +61,16 @@ struct Start {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let of_threads = args.ranks.iter().map(|&ranks| of_threads(&args, ranks));
+    let before = resident_bytes()?;
+    let of_threads = args
+        .ranks
+        .iter()
+        .map(|&ranks| of_threads(&args, ranks, before));
     print(of_threads)?;
     print(
         args.simulated
             .iter()
-            .map(|&ranks| of_simulated(&args, ranks)),
+            .map(|&ranks| of_simulated(&args, ranks, before)),
     )
 }
 
@@ -97,13 +107,15 @@ fn resident_bytes() -> Result<u64> {
     Ok(4096 * pages)
 }
 
-fn of_threads(args: &Args, num_ranks: usize) -> Result<Start> {
+fn of_threads(args: &Args, num_ranks: usize, before: u64) -> Result<Start> {
     let config = ModelConfig::from_file(args.model.join("config.json"))?;
+    let (pp, tp) = (args.pp, args.tp);
     let degrees = Degrees {
-        dp: num_ranks,
-        ..Degrees::default()
+        pp,
+        dp: num_ranks / (pp * tp),
+        cp: 1,
+        tp,
     };
-    let before = resident_bytes()?;
     let most = Mutex::new(before);
     let begun = Instant::now();
     let run = |world| {
@@ -146,7 +158,7 @@ fn of_threads(args: &Args, num_ranks: usize) -> Result<Start> {
     })
 }
 
-fn of_simulated(args: &Args, num_ranks: usize) -> Result<Start> {
+fn of_simulated(args: &Args, num_ranks: usize, before: u64) -> Result<Start> {
     let config = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128_256, "hidden_size": 8192,
         "intermediate_size": 28_672, "num_hidden_layers": args.layers, "num_attention_heads": 64, "num_key_value_heads": 8,
@@ -160,7 +172,6 @@ fn of_simulated(args: &Args, num_ranks: usize) -> Result<Start> {
         cp: 1,
         tp,
     };
-    let before = resident_bytes()?;
     let (mut took, mut num_params, mut num_buckets, mut most) = (Duration::ZERO, 0, 0, before);
     for pp_rank in 0..pp {
         let begun = Instant::now();

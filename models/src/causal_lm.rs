@@ -81,6 +81,7 @@ impl CausalLm {
         vb: &ParamBuilder,
         parts: PartConfig,
     ) -> Result<ModelSpec> {
+        degrees.check()?;
         let layout = Self::layout(config, &degrees, parts.layout)?;
         let heads = config.heads_of_rank(degrees.tp);
         parts.context.groups(degrees.cp, heads, vb.dtype())?;

@@ -40,6 +40,21 @@ impl Degrees {
         let degrees = [self.pp, self.dp, self.cp, self.tp];
         (degrees.into_iter()).try_fold(1, usize::checked_mul)
     }
+
+    /// An error if one is 0.
+    ///
+    /// # Errors
+    /// That one, with its name.
+    pub fn check(&self) -> Result<()> {
+        let Self { pp, dp, cp, tp } = *self;
+        let named = [("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)];
+        match named.iter().find(|(_, degree)| *degree == 0) {
+            None => Ok(()),
+            Some((name, _)) => Err(argument(format!(
+                "{self}: {name} is 0\nhint: a degree is at least 1"
+            ))),
+        }
+    }
 }
 
 impl std::fmt::Display for Degrees {
@@ -79,14 +94,9 @@ impl Mesh {
     /// A degree of 0, a product that is not the world size, or ranks that disagree about the degrees.
     #[track_caller]
     pub fn new(world: ProcessGroup, degrees: Degrees) -> Result<Self> {
+        degrees.check()?;
         let world_size = world.world_size();
-        let Degrees { pp, dp, cp, tp } = degrees;
-        let named = [("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)];
-        if let Some((name, _)) = named.iter().find(|(_, degree)| *degree == 0) {
-            return Err(argument(format!(
-                "{degrees}: {name} is 0\nhint: a degree is at least 1"
-            )));
-        }
+        let Degrees { dp, cp, tp, pp } = degrees;
         let product = degrees.world_size();
         if product != Some(world_size) {
             let is = product.map_or("overflows and is not".to_string(), |product| {

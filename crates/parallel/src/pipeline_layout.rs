@@ -139,6 +139,17 @@ impl PipelineLayout {
         self.0.iter().map(|stage| stage.rank + 1).max().unwrap_or(0)
     }
 
+    /// An error unless the stages lie on `pp` ranks.
+    pub(crate) fn check_ranks(&self, pp: usize) -> Result<()> {
+        let num_ranks = self.num_ranks();
+        if num_ranks != pp {
+            bail!(
+                "the stages lie on {num_ranks} ranks; expected as many as the pipeline has, {pp}"
+            );
+        }
+        Ok(())
+    }
+
     /// How many blocks the model has.
     pub fn num_blocks(&self) -> usize {
         self.0.last().map_or(0, |stage| stage.blocks.end)

@@ -248,19 +248,19 @@ impl Partition {
         }
     }
 
-    /// An error unless it is of `num_ranks` ranks, which hold all of the dim.
-    pub fn check(&self, num_ranks: usize) -> Result<()> {
+    /// An error unless it is of `num_ranks` ranks, which hold all of the dim of parameter `name`.
+    pub fn check(&self, name: &str, num_ranks: usize) -> Result<()> {
         let of = self.parts.len();
         if of != 1 && of != num_ranks {
             bail!(
-                "it is divided over a group of {of} ranks; the tensor-parallel group has {num_ranks}\nhint: a Shard is of mesh.tp"
+                "parameter {name} is divided over a group of {of} ranks; the tensor-parallel group has {num_ranks}\nhint: a Shard is of mesh.tp"
             );
         }
         let covered = self.pieces(num_ranks).into_iter().map(|held| held.range);
         if joined(covered) != joined(std::iter::once(0..self.global)) {
             let parts: Vec<_> = self.parts.iter().map(Indices::ranges).collect();
             bail!(
-                "the parts that ranks hold of dim {} do not cover 0..{}: {parts:?}\nhint: Shard::of_ranks tells which rank has \
+                "parameter {name}: the parts that ranks hold of dim {} do not cover 0..{}: {parts:?}\nhint: Shard::of_ranks tells which rank has \
                  which part",
                 self.dim,
                 self.global

@@ -1,4 +1,5 @@
 //! `bench_train`: what it counts, in each type and with frozen parameters. `bench_pipeline`: ranks wait as long as a simulation says.
+//! `bench_start`: many ranks start as few do.
 
 use serde_json::Value;
 
@@ -354,5 +355,26 @@ fn the_meter_counts_what_waiting_weight_gradients_keep() {
     ] {
         let of_formula = measured / formula;
         assert!((0.98..1.05).contains(&of_formula), "{of_formula}");
+    }
+}
+
+#[test]
+fn one_of_1024_ranks_of_80_layers_starts_within_a_second_and_50_mb() {
+    let measured = measured(example("bench_start").flag("--simulated", 1024));
+    assert_eq!(measured["ranks"], 1024);
+    assert_eq!(measured["num_params"], 3 + 9 * 80);
+    assert!(measured["start_secs"].as_f64().unwrap() < 1.0, "{measured}");
+    assert!(measured["rank_mb"].as_f64().unwrap() < 50.0, "{measured}");
+}
+
+#[test]
+fn ranks_as_threads_start_on_every_layout() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/shakespeare-llama");
+    for (pp, tp) in [(1, 1), (2, 2)] {
+        let program = example("bench_start").flag("--model", model);
+        let program = program.flag("--pp", pp).flag("--tp", tp).flag("--ranks", 4);
+        let measured = measured(program);
+        assert_eq!(measured["num_params"], 38);
+        assert_eq!(measured["is_simulated"], false);
     }
 }

@@ -114,12 +114,16 @@ impl Case {
         ModelConfig::from_json(&file.to_string())
     }
 
-    fn store(&self) -> Result<ParamStore> {
-        let mut store = ParamStore::init(3).with_data_parallel(DataParallel {
+    fn replicas(&self) -> DataParallel {
+        DataParallel {
             zero: self.zero,
             tile_linears: self.tile_linears,
             ..DataParallel::default()
-        });
+        }
+    }
+
+    fn store(&self, replicas: DataParallel) -> Result<ParamStore> {
+        let mut store = ParamStore::init(3).with_data_parallel(replicas);
         if let Some(format) = self.format {
             store = store.with_frozen_format(format);
         }
@@ -143,17 +147,17 @@ impl Case {
         })
     }
 
-    fn spec(&self) -> Result<ModelSpec> {
-        let vb = self.store()?.builder(self.dtype, &Device::Cpu);
+    fn spec_with(&self, replicas: DataParallel) -> Result<ModelSpec> {
+        let vb = self.store(replicas)?.builder(self.dtype, &Device::Cpu);
         CausalLm::spec(&self.config()?, self.degrees, &vb, self.parts()?)
     }
 
     /// What each rank builds.
-    fn build(&self) -> Result<Vec<Built>> {
+    fn build_with(&self, replicas: DataParallel) -> Result<Vec<Built>> {
         let num_ranks = self.degrees.world_size().unwrap();
         threads(num_ranks, |world| {
             let mesh = Mesh::new(world, self.degrees)?;
-            let vb = self.store()?.builder(self.dtype, &Device::Cpu);
+            let vb = self.store(replicas)?.builder(self.dtype, &Device::Cpu);
             let part = CausalLm::part_with(&self.config()?, &mesh, &vb, self.parts()?)?;
             let params = part.params();
             let params_here = params.iter().map(|param| {
@@ -338,7 +342,8 @@ fn what_one_rank_works_out_is_what_all_build() {
     let (mut num_built, mut num_refused) = (0, 0);
     for seed in 0..NUM_CASES {
         let case = Case::random(seed);
-        match (case.spec(), case.build()) {
+        let replicas = case.replicas();
+        match (case.spec_with(replicas), case.build_with(replicas)) {
             (Ok(model), Ok(built)) => {
                 assert_same(&case, &model, &built);
                 assert_owners(&case, &model, &built);
@@ -409,4 +414,96 @@ fn many_ranks_cost_one_rank_nothing() -> Result<()> {
         assert_eq!(model.holders(norm)[0].rank, 3 * 8 * dp);
     }
     Ok(())
+}
+
+#[test]
+fn what_a_start_refuses_is_refused_without_one() {
+    let case = || Case {
+        family: "llama",
+        layers: vec![2, 2],
+        ranks: vec![0, 1],
+        degrees: Degrees {
+            pp: 2,
+            dp: 2,
+            cp: 1,
+            tp: 2,
+        },
+        heads: 4,
+        kv_heads: 2,
+        intermediate: 48,
+        trained: Trained::All,
+        format: None,
+        ..Case::random(0)
+    };
+    let degrees = |pp, dp, tp| Degrees { pp, dp, cp: 1, tp };
+    let refused: [(Case, DataParallel, &str); 6] = [
+        (
+            Case {
+                degrees: degrees(1, 1, 5),
+                layers: vec![4],
+                ranks: vec![0],
+                ..case()
+            },
+            DataParallel::default(),
+            "tp(5) > num_attention_heads(4)",
+        ),
+        (
+            Case {
+                degrees: degrees(3, 1, 1),
+                ..case()
+            },
+            DataParallel::default(),
+            "expected as many as the pipeline has, 3",
+        ),
+        (
+            case(),
+            DataParallel {
+                zero_group: Some(3),
+                ..DataParallel::default()
+            },
+            "zero-group(3) does not divide dp(2)",
+        ),
+        (
+            case(),
+            DataParallel {
+                quantize_weights: true,
+                ..DataParallel::default()
+            },
+            "without ZeRO stage 3",
+        ),
+        (
+            Case {
+                heads: 2,
+                trained: Trained::Lora,
+                format: Some(WeightFormat::Q8_0),
+                ..case()
+            },
+            DataParallel::default(),
+            "cuts blocks of 32 values",
+        ),
+        (
+            Case {
+                layers: vec![2, 0, 2],
+                ranks: vec![0, 1, 0],
+                ..case()
+            },
+            DataParallel::default(),
+            "expected for each stage a number of blocks > 0",
+        ),
+    ];
+    for (case, replicas, words) in refused {
+        let spec = case.spec_with(replicas).map(drop).unwrap_err().to_string();
+        let build = case.build_with(replicas).map(drop).unwrap_err().to_string();
+        assert!(spec.contains(words), "{spec}");
+        assert!(build.contains(words), "{build}");
+    }
+    let zero = Case {
+        degrees: degrees(0, 1, 1),
+        ..case()
+    };
+    let said = zero
+        .spec_with(DataParallel::default())
+        .unwrap_err()
+        .to_string();
+    assert!(said.contains("pp is 0"), "{said}");
 }

@@ -62,6 +62,8 @@ struct RankState {
     left: bool,
     /// Whether it has returned or failed.
     ended: bool,
+    /// Its threads that sleep until an operation is complete.
+    num_waiting: usize,
     num_delays: u64,
 }
 
@@ -231,8 +233,11 @@ impl World {
 
     fn end(&self, rank: usize, mut state: MutexGuard<'_, State>) {
         state.ranks[rank].ended = true;
+        // When all ranks end, most find nobody asleep: a wake of all by each would be as many calls as there are pairs of ranks.
+        let waiting = (0..state.ranks.len()).filter(|rank| state.ranks[*rank].num_waiting > 0);
+        let waiting: Vec<usize> = waiting.collect();
         drop(state);
-        self.wake.iter().for_each(Condvar::notify_all);
+        self.notify(&waiting);
         self.ended.notify_all();
     }
 
@@ -273,7 +278,9 @@ impl World {
             if let Err(error) = self.check_waiting(&state, (rank, call), &missing, &deadline) {
                 break Err(error);
             }
+            state.ranks[rank].num_waiting += 1;
             state = deadline.wait(&self.wake[rank], state);
+            state.ranks[rank].num_waiting -= 1;
         };
         drop(state);
         // Other ranks' inputs may have been freed here, on their GPUs.

@@ -6,33 +6,27 @@ use std::sync::atomic::Ordering;
 
 use candle_core::{Result, bail};
 
+use super::model_spec::ModelSpec;
 use super::parameters::Parameters;
 use super::source::LoraSource;
 use crate::files::Checkpoint;
 use crate::lora::module_of;
 
-impl Parameters {
-    /// The layers of the model that have an adapter, in name order, the same on every rank.
+impl ModelSpec {
+    /// The layers of the model that have an adapter, in name order.
     pub fn adapted_layers(&self) -> BTreeSet<&str> {
-        let adapters = self.catalog().iter().filter(|entry| entry.is_adapter);
-        adapters
-            .filter_map(|entry| module_of(&entry.name))
-            .collect()
+        let adapters = self.params().iter().filter(|param| param.is_adapter);
+        let names = adapters.filter_map(|param| module_of(&param.name));
+        names.collect()
     }
 
-    /// The folders that the parameters came from.
-    pub(crate) fn source_dirs(&self) -> Vec<&Path> {
-        let base = self.checkpoint().map(Checkpoint::dir);
-        let adapter = match &self.source().lora {
-            Some(LoraSource::Trained(adapter)) => Some(adapter.weights().dir()),
-            Some(LoraSource::Init(_)) | None => None,
-        };
-        base.into_iter().chain(adapter).collect()
-    }
-
-    /// An error if adapters were asked for that no layer took; `linears` are the layers of this rank that could have one.
-    pub(super) fn check_adapters(&self, linears: &BTreeSet<String>) -> Result<()> {
-        let Some(lora) = &self.source().lora else {
+    /// An error if adapters were asked for that no layer took; `linears` are layers that could have one.
+    pub(super) fn check_adapters(
+        &self,
+        lora: Option<&LoraSource>,
+        linears: &BTreeSet<String>,
+    ) -> Result<()> {
+        let Some(lora) = lora else {
             return Ok(());
         };
         let adapted = self.adapted_layers();
@@ -54,6 +48,23 @@ impl Parameters {
             LoraSource::Init(_) => Ok(()),
             LoraSource::Trained(adapter) => adapter.check_all_used(&adapted),
         }
+    }
+}
+
+impl Parameters {
+    /// The layers of the model that have an adapter, in name order, the same on every rank.
+    pub fn adapted_layers(&self) -> BTreeSet<&str> {
+        self.model().adapted_layers()
+    }
+
+    /// The folders that the parameters came from.
+    pub(crate) fn source_dirs(&self) -> Vec<&Path> {
+        let base = self.checkpoint().map(Checkpoint::dir);
+        let adapter = match &self.source().lora {
+            Some(LoraSource::Trained(adapter)) => Some(adapter.weights().dir()),
+            Some(LoraSource::Init(_)) | None => None,
+        };
+        base.into_iter().chain(adapter).collect()
     }
 
     /// Notes how many updates have been made.

@@ -57,13 +57,16 @@ impl ModelSpec {
     /// [`ProcessGroup::unconnected`](candle_comm::ProcessGroup::unconnected) gives one on a rank alone.
     ///
     /// # Errors
-    /// What `build` returns; parts that leave something of a parameter out.
+    /// Degrees of 0, stages on another number of ranks, settings of ZeRO and adapters that do not fit; what `build` returns; parts that leave something
+    /// of a parameter out.
     pub fn describe<T>(
         layout: PipelineLayout,
         degrees: Degrees,
         vb: &ParamBuilder,
         build: impl Fn(usize, ParamBuilder) -> Result<T>,
     ) -> Result<Self> {
+        degrees.check()?;
+        layout.check_ranks(degrees.pp)?;
         let store = vb.store().clone().without_values();
         let building = store.building();
         let num_blocks = layout.num_blocks();
@@ -78,7 +81,9 @@ impl ModelSpec {
             param.outside = (0..layout.num_ranks()).collect();
         }
         params.iter_mut().for_each(|param| param.asked_by = None);
-        Self::new(params, layout, degrees)
+        let model = Self::new(params, layout, degrees)?;
+        store.check(&model, degrees.dp * degrees.cp)?;
+        Ok(model)
     }
 
     /// What all ranks of the mesh have asked for, this one for `own`. Each rank of a pipeline hears of the others what their stages need, and

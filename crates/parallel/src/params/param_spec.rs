@@ -226,10 +226,7 @@ impl ParamSpec {
     /// An error unless `tp` ranks hold all of it.
     pub(super) fn check(&self, tp: usize) -> Result<()> {
         match &self.partition {
-            Some(partition) => {
-                let checked = partition.check(tp);
-                checked.map_err(|err| err.context(format!("parameter {}", self.name)))
-            }
+            Some(partition) => partition.check(&self.name, tp),
             None => Ok(()),
         }
     }

@@ -11,6 +11,7 @@ use candle_nn::Init;
 use super::allowance::Allowance;
 use super::builder::ParamBuilder;
 use super::data_parallel::{DataParallel, ZeroStage};
+use super::model_spec::ModelSpec;
 use super::param::{Asker, Param, asked_twice};
 use super::param_spec::ParamSpec;
 use super::parameters::{Parameters, Requested};
@@ -449,6 +450,13 @@ impl ParamStore {
         state.params.values().map(spec).collect()
     }
 
+    /// An error if what the store was told does not fit a model that asked for this, on so many replicas.
+    pub(super) fn check(&self, model: &ModelSpec, num_replicas: usize) -> Result<()> {
+        let state = self.lock();
+        state.replicas.validate(num_replicas)?;
+        model.check_adapters(self.source.lora.as_ref(), &state.linears)
+    }
+
     /// Ends construction: finds out what the whole model asks for and which ties it has between stages, and checks that it used every
     /// tensor of the checkpoint. `facts` is what all ranks must say alike of the model. Every rank of the mesh must call it.
     pub(crate) fn seal(
@@ -476,7 +484,8 @@ impl ParamStore {
             without_values: state.without_values,
         };
         let params = Parameters::new(requested, mesh, layout, facts)?;
-        params.check_adapters(&state.linears)?;
+        let lora = self.source.lora.as_ref();
+        params.model().check_adapters(lora, &state.linears)?;
         Ok(params)
     }
 }

@@ -41,13 +41,7 @@ impl Channels {
     /// # Errors
     /// A layout of another number of ranks than `pp` has, and failures of ranks.
     pub fn new(pp: &ProcessGroup, layout: &PipelineLayout, meter: &MemoryMeter) -> Result<Self> {
-        if layout.num_ranks() != pp.world_size() {
-            bail!(
-                "the stages lie on {} ranks and the pipeline group has {}",
-                layout.num_ranks(),
-                pp.world_size()
-            );
-        }
+        layout.check_ranks(pp.world_size())?;
         let links = links(layout);
         let used = || Ok::<_, Error>(GpuState::of(pp.device())?.map_or(0, |gpu| gpu.used));
         let used_before = used()?;

@@ -130,13 +130,8 @@ impl ModelPart {
         hidden_size: usize,
         build: impl Fn(usize, ParamBuilder) -> Result<Block>,
     ) -> Result<Self> {
-        let (num_blocks, num_ranks) = (layout.num_blocks(), mesh.pp.world_size());
-        if layout.num_ranks() != num_ranks {
-            bail!(
-                "the stages lie on {} ranks; expected as many as the pipeline has, {num_ranks}",
-                layout.num_ranks()
-            );
-        }
+        layout.check_ranks(mesh.pp.world_size())?;
+        let num_blocks = layout.num_blocks();
         let building = vb.store().building();
         let build = |index: usize| {
             let block = build(index, vb.block(index, num_blocks));

@@ -1,11 +1,13 @@
 //! Mistakes in what a model asks for while it is built, and ranks that build different models, are a sentence.
 
+use candle_comm::ProcessGroup;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::checkpoint::{HfSave, save_hf};
 use candle_parallel::{
-    ColumnParallelLinear, ParamStore, Pass, PlainBlock, RowParallelLinear, ZeroStage,
-    column_parallel_linear, in_graph, plain_block, row_parallel_linear,
+    ColumnParallelLinear, Gradient, ParamBuilder, ParamStore, Pass, Placement, PlainBlock,
+    RowParallelLinear, Shard, ZeroStage, column_parallel_linear, in_graph, plain_block,
+    row_parallel_linear,
 };
 
 use crate::chain::{Chain, HIDDEN};
@@ -89,6 +91,150 @@ fn a_shared_weight_has_one_distribution() {
         for result in results {
             let words = ["parameter shared", "Const(1.0)", "Const(3.0)", "hint"];
             assert_says(&message(result), &words);
+        }
+    }
+}
+
+/// How rank 1 asks for the parameter of block 2 in another way.
+#[derive(Clone, Copy, Debug)]
+enum Other {
+    Shape,
+    Type,
+    Name,
+    More,
+    Init,
+    Placement,
+}
+
+#[test]
+fn ranks_that_ask_for_a_parameter_in_another_way_are_named_with_it() {
+    let cases: [(Other, &[&str]); 6] = [
+        (
+            Other::Shape,
+            &["parameter scale", "[6]", "on rank 0", "[7]", "on rank 1"],
+        ),
+        (
+            Other::Type,
+            &[
+                "parameter scale",
+                "in f32",
+                "on rank 0",
+                "in bf16",
+                "on rank 1",
+            ],
+        ),
+        (Other::Name, &["parameter scale", "missing on rank 1"]),
+        (
+            Other::More,
+            &["parameter more", "on rank 1", "missing on rank 0"],
+        ),
+        (
+            Other::Init,
+            &[
+                "parameter scale",
+                "Const(1.0)",
+                "on rank 0",
+                "Const(2.0)",
+                "on rank 1",
+            ],
+        ),
+        (
+            Other::Placement,
+            &[
+                "parameter scale",
+                "Complete",
+                "on rank 0",
+                "Partial",
+                "on rank 1",
+            ],
+        ),
+    ];
+    for layout in [(1, 2, 1), (1, 1, 2), (2, 1, 2)] {
+        for (other, words) in cases {
+            let results = on_mesh(layout, |mesh| {
+                let is_other = mesh.world.rank() == 1;
+                let built = build(&mesh, &ParamStore::init(5), |index, vb| {
+                    if index == 1 {
+                        ask(&vb, other, is_other)?;
+                    }
+                    Ok(None)
+                });
+                Ok(built.map(drop))
+            });
+            for result in results {
+                let said = message(result);
+                assert_says(&said, words);
+                assert_says(&said, &["ranks build different models", "hint"]);
+            }
+        }
+    }
+}
+
+/// Asks for a parameter, `other`wise on one of the ranks.
+fn ask(vb: &ParamBuilder, other: Other, is_other: bool) -> Result<()> {
+    let (one, complete) = (Init::Const(1.0), Placement::Replicated(Gradient::Complete));
+    let get =
+        |len: usize, name, placement, init| vb.get_placed(len, name, placement, init).map(drop);
+    match (other, is_other) {
+        (_, false) => get(HIDDEN, "scale", complete, one),
+        (Other::Shape, _) => get(HIDDEN + 1, "scale", complete, one),
+        (Other::Type, _) => {
+            let builder = vb.var_builder();
+            let asked = builder.get_with_hints_dtype(HIDDEN, "scale", one, DType::BF16);
+            asked.map(drop)
+        }
+        (Other::Name, _) => get(HIDDEN, "size", complete, one),
+        (Other::More, _) => {
+            get(HIDDEN, "scale", complete.clone(), one)?;
+            get(HIDDEN, "more", complete, one)
+        }
+        (Other::Init, _) => get(HIDDEN, "scale", complete, Init::Const(2.0)),
+        (Other::Placement, _) => get(
+            HIDDEN,
+            "scale",
+            Placement::Replicated(Gradient::Partial),
+            one,
+        ),
+    }
+}
+
+#[test]
+fn parts_of_another_group_and_parts_that_leave_something_out_are_refused() {
+    // Of another group, with a gap, and a part of its own that a rank does not tell the others of.
+    let cases: [&[&str]; 3] = [
+        &[
+            "parameter scale is divided over a group of 3 ranks",
+            "group has 2",
+        ],
+        &[
+            "parameter scale",
+            "do not cover 0..6: [[0..3], [4..6]]",
+            "Shard::of_ranks",
+        ],
+        &[
+            "parameter scale",
+            "do not cover 0..6: [[0..3]]",
+            "Shard::of_ranks",
+        ],
+    ];
+    for (case, words) in cases.into_iter().enumerate() {
+        let results = on_mesh((1, 1, 2), |mesh| {
+            let built = build(&mesh, &ParamStore::init(5), |index, vb| {
+                if index == 1 {
+                    let three = ProcessGroup::unconnected(mesh.tp.rank(), 3, device());
+                    let shard = match case {
+                        0 => Shard::even(0, HIDDEN, &three)?,
+                        1 => Shard::of_ranks(0, HIDDEN, &mesh.tp, |rank| 4 * rank..3 + 3 * rank),
+                        _ => Shard::new(0, 3 * mesh.tp.rank()..3 + 3 * mesh.tp.rank(), HIDDEN),
+                    };
+                    vb.get_placed(HIDDEN, "scale", shard, Init::Const(1.0))?;
+                }
+                Ok(None)
+            });
+            Ok(built.map(drop))
+        });
+        for result in results {
+            assert_says(&message(result), words);
         }
     }
 }
