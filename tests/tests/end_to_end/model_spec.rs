@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use candle_comm::launch::threads;
-use candle_comm::{Degrees, Mesh};
+use candle_comm::{Degrees, Mesh, message_of};
 use candle_core::{DType, Device, Result};
 use candle_parallel::{
     DataParallel, LoraConfig, ModelSpec, ParamStore, PipelineLayout, RankSpec, WeightFormat,
@@ -352,8 +352,7 @@ fn what_one_rank_works_out_is_what_all_build() {
             }
             (Err(spec), Err(build)) => {
                 // The parameter that is named is the first of a rank's own blocks.
-                let hint =
-                    |err: candle_core::Error| err.to_string().lines().last().map(str::to_string);
+                let hint = |err| message_of(&err).lines().last().map(str::to_string);
                 assert_eq!(hint(spec), hint(build), "{case:?}");
                 num_refused += 1;
             }
