@@ -4,25 +4,10 @@
 //! run with other defaults takes [`run_with_flags`].
 #![deny(unsafe_code)]
 
-mod chat;
-mod env;
-mod export;
-mod flags;
-mod flags_of_others;
-mod generate;
-mod inspect;
-mod inspect_model;
-mod launch;
-mod merge;
-mod picture;
-mod plot;
-mod preview;
-mod preview_text;
+mod arguments;
+mod commands;
+mod pictures;
 mod program;
-mod schedule;
-mod short_help;
-mod spellings;
-mod timeline;
 
-pub use flags::parse;
+pub use arguments::flags::parse;
 pub use program::{candle_train, command, run_with_flags};

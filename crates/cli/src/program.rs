@@ -16,18 +16,18 @@ use toml::{Table, Value};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 
-use crate::env::print_env;
-use crate::export::Export;
-use crate::flags::{Beside, parse_command};
-use crate::generate::Generate;
-use crate::inspect::Inspect;
-use crate::launch::LaunchArgs;
-use crate::merge::Merge;
-use crate::plot::PlotArgs;
-use crate::preview::Preview;
-use crate::schedule::ScheduleCommand;
-use crate::short_help::with_short_help;
-use crate::timeline::TimelineArgs;
+use crate::arguments::flags::{Beside, parse_command};
+use crate::arguments::short_help::with_short_help;
+use crate::commands::env::print_env;
+use crate::commands::export::Export;
+use crate::commands::generate::Generate;
+use crate::commands::inspect::Inspect;
+use crate::commands::launch::LaunchArgs;
+use crate::commands::merge::Merge;
+use crate::commands::preview::Preview;
+use crate::commands::schedule::ScheduleCommand;
+use crate::pictures::plot::PlotArgs;
+use crate::pictures::timeline::TimelineArgs;
 
 /// Train language models with candle, on one process or on many.
 #[derive(Parser)]

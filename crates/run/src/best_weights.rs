@@ -1,12 +1,13 @@
 //! The best weights of a run with `--patience`: where they are kept, and how they become its result.
 
-use std::path::{Path, PathBuf, absolute};
+use std::path::{Path, PathBuf};
 
 use candle_comm::{Mesh, message_of};
 use candle_core::{Error, Result};
 use candle_parallel::checkpoint::TrainingCheckpoint;
 use candle_trainer::{Activity, EvalHistory, Trainer, TrainingRecord, counted};
 
+use crate::args::checkpoints::place_of_best;
 use crate::args::training::TrainingArgs;
 use crate::observer::Observers;
 
@@ -21,13 +22,6 @@ impl TrainingArgs {
             .then(|| place_of_best(&self.output.output))
             .transpose()
     }
-}
-
-/// `.NAME.best` beside the output folder NAME.
-pub(crate) fn place_of_best(output: &Path) -> Result<PathBuf> {
-    let output = absolute(output)?;
-    let name = output.file_name().unwrap_or_default().to_string_lossy();
-    Ok(output.with_file_name(format!(".{name}.best")))
 }
 
 /// Removes the best weights of a run into `output`: those of one that was killed, or that has ended well.

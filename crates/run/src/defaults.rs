@@ -6,10 +6,11 @@ use candle_comm::{RankEnv, RunConfig};
 use candle_core::{Device, Result};
 use candle_train_models::ModelConfig;
 
+use crate::args::batches::BatchArgs;
 use crate::args::choices::DTypeChoice;
 use crate::args::number::written;
 use crate::args::sequences::default_seq_len;
-use crate::args::training::{BatchArgs, TrainingArgs};
+use crate::args::training::TrainingArgs;
 use crate::record::GLOBAL_BATCH_SIZE;
 
 /// Learning rate of adapters, which begin at zero.

@@ -13,9 +13,9 @@ use serde_json::Value;
 use toml::Table;
 
 use crate::adapter_base::refuse_adapter;
-use crate::args::data::DataModel;
 use crate::args::lora::LoraArgs;
 use crate::observer::Observers;
+use crate::reading::DataModel;
 use crate::run::{Run, Start};
 use crate::stop::Stop;
 use crate::training_run::{InitialWeights, TrainingRun};

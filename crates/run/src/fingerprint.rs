@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::args::data::TrainingData;
+use crate::reading::TrainingData;
 use candle_comm::{Fingerprint, RunConfig};
 use candle_core::{Device, Error, Result};
 

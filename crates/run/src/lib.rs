@@ -7,6 +7,7 @@ mod announcement;
 mod args;
 mod best_weights;
 mod builder;
+mod config_file;
 mod counting_allocator;
 mod defaults;
 mod end;
@@ -21,9 +22,11 @@ mod observer;
 mod output;
 mod parameter_server;
 mod pretrain;
+mod reading;
 mod record;
 mod resuming;
 mod run;
+mod sampling;
 mod saving;
 mod stop;
 mod training_run;
@@ -31,19 +34,22 @@ mod without_effect;
 
 pub use adapter_base::{NamedModel, base_of, check_base, is_adapter, refuse_adapter};
 pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory};
+pub use args::batches::BatchArgs;
 pub use args::checkpoints::CheckpointArgs;
 pub use args::choices::{
     BaseChoice, DTypeChoice, LrScheduleChoice, MatmulPrecisionChoice, Quantization,
     RecomputeChoice, ReduceChoice, ScheduleChoice, StorageChoice,
 };
 pub use args::context::{ContextArgs, ContextMethodChoice};
-pub use args::data::{DataArgs, DataModel, TrainingData};
+pub use args::data::DataArgs;
 pub use args::evaluation::EvalArgs;
 pub use args::freeze::FreezeArgs;
+pub use args::layout::LayoutArgs;
 pub use args::logs::LogArgs;
 pub use args::lora::LoraArgs;
 pub use args::loss_scale::LossScaleArgs;
 pub use args::number::{num_bytes, real, whole, written};
+pub use args::optimizer::OptimizerArgs;
 pub use args::output::OutputArgs;
 pub use args::pipeline::{PipelineArgs, ScheduleArgs, StageLayers, comma_list};
 pub use args::ranks::RankArgs;
@@ -51,7 +57,8 @@ pub use args::samples::SampleArgs;
 pub use args::sequences::{SequenceArgs, default_seq_len};
 pub use args::strategy::{StrategyArgs, StrategyChoice};
 pub use args::trace::TraceArgs;
-pub use args::training::{BatchArgs, LayoutArgs, OptimizerArgs, TrainingArgs};
+pub use args::training::TrainingArgs;
+pub use config_file::{CONFIG_FILE, read_table};
 pub use counting_allocator::{CountingAllocator, peak_allocated_bytes, peak_bytes_of};
 pub use finetune::{Finetune, FromCheckpoint};
 pub use fingerprint::fingerprint_of_program;
@@ -63,7 +70,8 @@ pub use output::{
     exit_as_rank, exit_with, in_words, print_error, print_for_all, print_line, print_message,
 };
 pub use pretrain::{FromScratch, ModelArgs, Pretrain};
+pub use reading::{DataModel, TrainingData};
 pub use record::{WEIGHTS, digest_of_weights};
-pub use run::{CONFIG_FILE, Run, Start, read_table};
+pub use run::{Run, Start};
 pub use stop::Stop;
 pub use training_run::{Trained, TrainingRun};

@@ -7,8 +7,9 @@ use candle_core::{Error, Result};
 use candle_trainer::TrainingRecord;
 use twox_hash::XxHash64;
 
+use crate::args::data::DATE;
 use crate::args::logs::MetricsOf;
-use crate::record::{DATE, GLOBAL_BATCH_SIZE, NUM_STEPS};
+use crate::record::{GLOBAL_BATCH_SIZE, NUM_STEPS};
 use crate::training_run::TrainingRun;
 
 /// Settings that may be others when a run starts again: what fewer ranks choose, and the day.

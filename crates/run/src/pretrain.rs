@@ -11,10 +11,10 @@ use serde::Serialize;
 use serde_json::json;
 use toml::{Table, Value};
 
-use crate::args::data::DataModel;
 use crate::args::lora::LoraArgs;
 use crate::args::number::whole;
 use crate::observer::Observers;
+use crate::reading::DataModel;
 use crate::run::{Run, Start};
 use crate::stop::Stop;
 use crate::training_run::{InitialWeights, TrainingRun};

@@ -15,8 +15,9 @@ use candle_trainer::{
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
 
-use crate::args::data::TrainingData;
+use crate::args::data::DATE;
 use crate::args::training::TrainingArgs;
+use crate::reading::TrainingData;
 
 /// Bytes of a weights file that are read at a time, and how often, evenly spread.
 const BLOCK: u64 = 64 << 10;
@@ -31,9 +32,6 @@ const MATMUL_PRECISION: &str = "--matmul-precision";
 /// Names of the settings that follow from the number of ranks where no flag says.
 pub(crate) const GLOBAL_BATCH_SIZE: &str = "--global-batch-size";
 pub(crate) const NUM_STEPS: &str = "the number of steps";
-
-/// Name of the date in the conversations.
-pub(crate) const DATE: &str = "--date";
 
 /// What is said of a model's files and not of the model.
 const NOT_THE_MODEL: [&str; 4] = [

@@ -6,7 +6,6 @@ use std::process::ExitCode;
 
 use candle_core::{Error, Result};
 use candle_launch::NEEDS_MPI_EXIT_CODE;
-use candle_parallel::checkpoint::read_text_file;
 use clap::{Args, Command};
 use serde::{Deserialize, Deserializer, Serialize};
 use toml::{Table, Value};
@@ -14,16 +13,12 @@ use toml::{Table, Value};
 use crate::args::data::DataArgs;
 use crate::args::samples::SampleArgs;
 use crate::args::training::TrainingArgs;
-use crate::defaults::Taken;
-use crate::finetune::FromCheckpoint;
+use crate::config_file::read_table;
 use crate::flags::{Layer, arguments, default_of, is_contradicted, parse_layers};
 use crate::idle::Idle;
 use crate::observer::Observers;
 use crate::stop::Stop;
 use crate::training_run::{Trained, TrainingRun};
-
-/// The file in a model's folder that says how the model was made.
-pub const CONFIG_FILE: &str = "candle_train.toml";
 
 /// Everything that decides a run: what the flags of a command line fill, what a TOML file holds, what ranks compare.
 ///
@@ -43,7 +38,7 @@ pub const CONFIG_FILE: &str = "candle_train.toml";
 /// ```
 #[derive(Args, Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Run<S: Start = FromCheckpoint> {
+pub struct Run<S: Start> {
     /// The weights it begins with.
     #[command(flatten)]
     #[serde(flatten)]
@@ -259,48 +254,6 @@ impl<S: Start> Run<S> {
         let sections = table.into_iter().filter(|(_, value)| value.is_table());
         sections.map(|(name, _)| name).collect()
     }
-}
-
-/// The table of a TOML file.
-///
-/// # Errors
-/// A file that cannot be read or is no TOML.
-pub fn read_table(path: &Path) -> Result<Table> {
-    let text = read_text_file(path).map_err(|err| {
-        Error::msg(format!(
-            "cannot read the configuration {}: {err}",
-            path.display()
-        ))
-    })?;
-    text.parse().map_err(|err: toml::de::Error| {
-        let line = err
-            .span()
-            .map(|span| text[..span.start].lines().count().max(1));
-        let line = line.map_or(String::new(), |line| format!(", line {line}"));
-        Error::msg(format!(
-            "{}{line} is no TOML: {}",
-            path.display(),
-            err.message()
-        ))
-    })
-}
-
-/// The text of a file with these values, those that were taken with the reason.
-///
-/// # Errors
-/// None, as a table can be written.
-pub(crate) fn text_of(table: &Table, taken: &[Taken]) -> Result<String> {
-    let text = toml::to_string(table).map_err(Error::wrap)?;
-    let mut lines: Vec<String> = text.lines().map(str::to_string).collect();
-    for Taken { flag, reason, .. } in taken {
-        let key = format!("{} = ", flag.trim_start_matches("--"));
-        let mut lines = lines.iter_mut();
-        if let Some(line) = lines.find(|line| line.starts_with(&key)) {
-            *line += &format!(" # {reason}");
-        }
-    }
-    lines.push(String::new());
-    Ok(lines.join("\n"))
 }
 
 /// Without what is the same in `other`.

@@ -18,20 +18,20 @@ use candle_trainer::{
 use toml::Table;
 
 use crate::allocator::keep_freed_memory;
-use crate::args::data::TrainingData;
+use crate::args::data::DATE;
 use crate::args::logs::Log;
 use crate::args::lora::LoraArgs;
 use crate::args::samples::SampleArgs;
 use crate::args::training::TrainingArgs;
 use crate::best_weights::{remove_best, take_best, tell_of_best};
+use crate::config_file::{CONFIG_FILE, text_of};
 use crate::defaults::Taken;
 use crate::end::End;
 use crate::fingerprint::fingerprint;
 use crate::generation_config::GENERATION_FILE;
 use crate::observer::{Numbers, Observers};
 use crate::output::{code_of_refusal, in_words, print_for_all};
-use crate::record::DATE;
-use crate::run::{CONFIG_FILE, text_of};
+use crate::reading::TrainingData;
 use crate::saving::{leave, save_model};
 use crate::stop::{Stop, Stopped};
 

@@ -13,11 +13,10 @@ use clap::Args;
 use jiff::civil::Date;
 use serde::Serialize;
 
+use crate::args::data::DATE;
 use crate::args::number::whole;
-use crate::best_weights::place_of_best;
 use crate::flags::default_of;
 use crate::observer::Observers;
-use crate::record::DATE;
 
 /// An error, of the first rank, if a folder without checkpoints has some that were set aside: to begin anew would be another run.
 fn refuse_set_aside(dir: &Path, is_first: bool) -> Result<()> {
@@ -216,4 +215,11 @@ impl CheckpointArgs {
         };
         Ok(Some((saver, every)))
     }
+}
+
+/// `.NAME.best` beside the output folder NAME.
+pub(crate) fn place_of_best(output: &Path) -> Result<PathBuf> {
+    let output = absolute(output)?;
+    let name = output.file_name().unwrap_or_default().to_string_lossy();
+    Ok(output.with_file_name(format!(".{name}.best")))
 }

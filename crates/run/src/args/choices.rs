@@ -4,22 +4,19 @@ use candle_core::DType;
 use candle_ops::MatmulPrecision;
 use candle_parallel::{Recompute, ReduceType, Schedule, WeightFormat};
 use clap::ValueEnum;
-use serde::{Serialize, Serializer};
-
-use crate::args::context::ContextMethodChoice;
-use crate::args::strategy::StrategyChoice;
 
 /// Choices are written as their names on a command line.
 macro_rules! written_by_name {
     ($($choice:ty),*) => {$(
-        impl Serialize for $choice {
-            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-                let value = self.to_possible_value();
+        impl serde::Serialize for $choice {
+            fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+                let value = clap::ValueEnum::to_possible_value(self);
                 serializer.serialize_str(value.as_ref().map_or("", |value| value.get_name()))
             }
         }
     )*};
 }
+pub(crate) use written_by_name;
 
 written_by_name!(
     ScheduleChoice,
@@ -30,9 +27,7 @@ written_by_name!(
     BaseChoice,
     ReduceChoice,
     Quantization,
-    StorageChoice,
-    ContextMethodChoice,
-    StrategyChoice
+    StorageChoice
 );
 
 /// `--schedule`

@@ -7,6 +7,7 @@ use candle_train_models::ModelConfig;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
+use crate::args::choices::written_by_name;
 use crate::args::number::whole;
 use crate::flags::default_of;
 
@@ -27,6 +28,8 @@ pub struct ContextArgs {
     #[arg(long, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     pub ulysses: Option<usize>,
 }
+
+written_by_name!(ContextMethodChoice);
 
 impl Default for ContextArgs {
     fn default() -> Self {

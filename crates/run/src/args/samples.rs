@@ -1,21 +1,16 @@
 //! Samples of what the model writes.
 
 use std::ops::Bound::{Excluded, Included};
-use std::ops::ControlFlow;
 
-use candle_comm::Mesh;
 use candle_core::{Result, bail};
-use candle_parallel::{ModelPart, Pipeline, Schedule};
 use candle_train_models::ModelConfig;
-use candle_trainer::{Activity, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
+use candle_trainer::Tokenizer;
 use clap::Args;
 use serde::Serialize;
 
 use crate::args::number::{real, whole};
 use crate::flags::default_of;
 use crate::idle::Idle;
-use crate::observer::RunEvent;
-use crate::training_run::TrainingRun;
 
 /// Flags of the samples.
 #[derive(Args, Clone, Debug, Serialize)]
@@ -80,7 +75,7 @@ impl SampleArgs {
     }
 
     /// The text that samples continue, if there are to be samples.
-    fn prompt(&self) -> Option<&str> {
+    pub(crate) fn prompt(&self) -> Option<&str> {
         self.prompt.as_deref().filter(|_| self.sample_tokens > 0)
     }
 
@@ -94,40 +89,5 @@ impl SampleArgs {
             bail!("--prompt {text:?} has no tokens; expected some text");
         }
         tokenizer.check_vocab(&prompt, config.vocab_size)
-    }
-}
-
-impl TrainingRun<'_> {
-    /// Lets the model continue the prompt and prints it on the first rank. Every rank must call it.
-    pub(crate) fn print_sample(&self, title: &str, mesh: &Mesh, part: &ModelPart) -> Result<()> {
-        let (args, config, tokenizer) = (&self.samples, &self.config, &self.tokenizer);
-        let Some(text) = args.prompt() else {
-            return Ok(());
-        };
-        let prompt = tokenizer.encode_prompt(text)?;
-        let limits = GenerateConfig {
-            max_context: config.max_seq_len(),
-            max_new_tokens: args.sample_tokens,
-            eos_ids: [config.eos_token_ids.as_slice(), &[tokenizer.eos_id()]].concat(),
-            use_cache: true,
-        };
-        let mut sampler = Sampler::new(SamplingConfig {
-            temperature: args.temperature,
-            top_p: args.top_p,
-            seed: self.training.batches.seed,
-            ..SamplingConfig::default()
-        })?;
-        let pipeline = Pipeline::new(Schedule::GPipe, mesh);
-        let is_first = mesh.world.rank() == 0;
-        let sampling = is_first.then(|| Activity::start("writing a sample"));
-        let go_on = |_: &[u32]| Ok(ControlFlow::Continue(()));
-        let ids = generate(&pipeline, part, &prompt, &limits, &mut sampler, go_on)?;
-        drop(sampling);
-        if is_first {
-            let text = tokenizer.decode(&[prompt, ids].concat())?;
-            let text = text.trim_end();
-            self.observers.tell(&RunEvent::Sample { title, text });
-        }
-        Ok(())
     }
 }

@@ -6,8 +6,9 @@ use candle_trainer::Consistency;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
+use crate::args::choices::written_by_name;
+use crate::args::layout::LayoutArgs;
 use crate::args::number::whole;
-use crate::args::training::LayoutArgs;
 use crate::flags::default_of;
 use crate::idle::Idle;
 
@@ -30,6 +31,8 @@ pub struct StrategyArgs {
     #[arg(long, default_value_t = 1, value_name = "STEPS", value_parser = whole::<usize>(0..))]
     pub max_staleness: usize,
 }
+
+written_by_name!(StrategyChoice);
 
 impl Default for StrategyArgs {
     fn default() -> Self {

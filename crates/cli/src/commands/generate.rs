@@ -1,25 +1,25 @@
 //! `candle-train generate`
 
-use std::io::{ErrorKind, Write};
 use std::ops::Bound::{Excluded, Included, Unbounded};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use candle_comm::{Degrees, Mesh, ProcessGroup, launch};
+use candle_comm::{Degrees, Mesh, launch};
 use candle_core::{Result, bail};
-use candle_parallel::{Adapter, ModelPart, ParamStore, Pipeline, Schedule};
+use candle_parallel::{Adapter, ParamStore, Pipeline, Schedule};
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_train_run::{
     DTypeChoice, GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, real,
     whole,
 };
 use candle_trainer::hub::resolve_model;
-use candle_trainer::{ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
+use candle_trainer::{ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer};
 use clap::Parser;
 use jiff::civil::Date;
 
-use crate::chat::Conversation;
+use crate::commands::chat::Conversation;
+use crate::commands::writer::{Model, Writer};
 
 const A_WEEK: Duration = Duration::from_secs(604_800);
 
@@ -76,55 +76,6 @@ pub(crate) struct Generate {
     dtype: DTypeChoice,
     #[command(flatten, next_help_heading = "Ranks")]
     pub ranks: RankArgs,
-}
-
-/// What the ranks share.
-struct Model {
-    dir: PathBuf,
-    adapter: Option<PathBuf>,
-    config: ModelConfig,
-    tokenizer: Tokenizer,
-    /// Of a conversation.
-    template: Option<ChatTemplate>,
-    limits: GenerateConfig,
-    sampling: SamplingConfig,
-    /// Whether its files say how its texts are made.
-    has_own_settings: bool,
-}
-
-/// One rank's model, with which texts are written.
-pub(crate) struct Writer<'a> {
-    model: &'a Model,
-    mesh: Mesh,
-    part: ModelPart,
-    pipeline: Pipeline,
-    sampler: Sampler,
-    /// Whether it has been said how texts are made.
-    has_told: bool,
-}
-
-impl Model {
-    /// Whether texts are made in another way than by the most likely token.
-    fn is_special(&self) -> bool {
-        self.sampling.temperature > 0.0 || self.has_own_settings
-    }
-
-    /// How texts are made, for people.
-    fn in_words(&self) -> String {
-        let SamplingConfig {
-            temperature,
-            top_k,
-            top_p,
-            repetition_penalty,
-            ..
-        } = self.sampling;
-        let choice = match temperature > 0.0 {
-            true => format!("temperature {temperature}, top_k {top_k}, top_p {top_p}"),
-            false => "the most likely token".to_string(),
-        };
-        let ends = &self.limits.eos_ids;
-        format!("{choice}, repetition_penalty {repetition_penalty}, ends {ends:?}")
-    }
 }
 
 impl Generate {
@@ -338,89 +289,7 @@ impl Generate {
     }
 }
 
-impl Writer<'_> {
-    /// All ranks.
-    pub fn world(&self) -> &ProcessGroup {
-        &self.mesh.world
-    }
-
-    /// Writes what comes after a prompt, as it comes, and returns it; each of its tokens is followed by the question, which all ranks
-    /// must answer alike, whether it `goes_on`.
-    pub fn answer(
-        &mut self,
-        prompt: &str,
-        goes_on: impl FnMut() -> Result<ControlFlow<()>>,
-    ) -> Result<String> {
-        let ids = self.model.tokenizer.encode(prompt)?;
-        self.write(&ids, false, goes_on)
-    }
-
-    /// As [`Self::answer`], of tokens, in both cases after the prompt if that `is_shown`: a decoder may leave out the space with which a
-    /// text of its own would begin.
-    fn write(
-        &mut self,
-        prompt: &[u32],
-        is_shown: bool,
-        mut goes_on: impl FnMut() -> Result<ControlFlow<()>>,
-    ) -> Result<String> {
-        let (model, is_first) = (self.model, self.mesh.world.rank() == 0);
-        let tokenizer = &model.tokenizer;
-        tokenizer.check_vocab(prompt, model.config.vocab_size)?;
-        if prompt.is_empty() {
-            bail!("the prompt has no tokens; expected some text");
-        }
-        if is_first && !std::mem::replace(&mut self.has_told, true) && model.is_special() {
-            eprintln!("{}", model.in_words());
-        }
-        let mut num_written = 0;
-        let decode = |ids: &[u32]| match is_shown {
-            true => tokenizer.decode(&[prompt, ids].concat()),
-            false => tokenizer.decode(ids),
-        };
-        let mut show = |ids: &[u32]| -> Result<()> {
-            let text = decode(ids)?;
-            // Of a character in several tokens the first ones are no text yet.
-            if let Some(new) = text
-                .get(num_written..)
-                .filter(|_| !text.ends_with('\u{fffd}'))
-            {
-                write_out(new)?;
-                num_written = text.len();
-            }
-            Ok(())
-        };
-        let ids = generate(
-            &self.pipeline,
-            &self.part,
-            prompt,
-            &model.limits,
-            &mut self.sampler,
-            |ids| {
-                if is_first {
-                    show(ids)?;
-                }
-                goes_on()
-            },
-        )?;
-        let text = decode(&ids)?;
-        if is_first {
-            write_out(text.get(num_written..).unwrap_or_default())?;
-            write_out("\n")?;
-        }
-        Ok(text)
-    }
-}
-
 /// A text that nothing ends before its time.
 fn go_on() -> Result<ControlFlow<()>> {
     Ok(ControlFlow::Continue(()))
-}
-
-fn write_out(text: &str) -> Result<()> {
-    let mut out = std::io::stdout();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        // Who reads has enough, as `head` has: nothing else is left to do.
-        Err(err) if err.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
-        written => Ok(written?),
-    }
 }

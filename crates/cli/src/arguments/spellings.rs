@@ -6,8 +6,6 @@ use clap::{Arg, Command};
 
 use candle_train_run::find;
 
-use crate::flags::meant;
-
 /// A command line as clap knows it.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Spelled {
@@ -83,6 +81,14 @@ pub(crate) fn as_spelled_here(whole: &Command, mut words: Vec<OsString>) -> Spel
     Spelled {
         words,
         switched_off,
+    }
+}
+
+/// The subcommand that is meant, or the command itself, and where its words begin.
+pub(crate) fn meant<'a>(command: &'a Command, words: &[OsString]) -> (&'a Command, usize) {
+    match words.get(1).and_then(|word| command.find_subcommand(word)) {
+        Some(subcommand) => (subcommand, 2),
+        None => (command, 1.min(words.len())),
     }
 }
 

@@ -9,7 +9,7 @@ use candle_parallel::{PipelineLayout, Plan, Schedule, Simulation, StageTimes, Ti
 use candle_train_run::{ScheduleArgs, comma_list, print_line, whole};
 use candle_trainer::counted;
 
-use crate::timeline::draw_schedule;
+use crate::pictures::timeline::{draw_schedule, micro_batches};
 
 /// Print or draw what the ranks of a pipeline do in a step, and how long they wait; or check a schedule of one's own
 #[derive(Debug, clap::Args)]
@@ -152,14 +152,6 @@ impl ScheduleCommand {
             100.0 * bubble / simulation.makespan
         );
         text
-    }
-}
-
-/// Such as `8 micro-batches`.
-pub(crate) fn micro_batches(plan: &Plan) -> String {
-    match plan.num_micro_batches() {
-        1 => "1 micro-batch".to_string(),
-        count => format!("{count} micro-batches"),
     }
 }
 

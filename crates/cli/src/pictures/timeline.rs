@@ -10,8 +10,7 @@ use std::path::{Path, PathBuf};
 use candle_core::Result;
 use candle_parallel::{Instruction, Plan, Simulation};
 
-use crate::picture::Drawing;
-use crate::schedule::micro_batches;
+use crate::pictures::picture::Drawing;
 use candle_train_run::comma_list;
 use chart::Chart;
 use style::Category;
@@ -86,4 +85,12 @@ pub(crate) fn draw_schedule(
     let title = format!("Schedule {name}");
     let source = micro_batches(plan);
     Chart::of_schedule(&ranks, end, title, source).write(output)
+}
+
+/// Such as `8 micro-batches`.
+pub(crate) fn micro_batches(plan: &Plan) -> String {
+    match plan.num_micro_batches() {
+        1 => "1 micro-batch".to_string(),
+        count => format!("{count} micro-batches"),
+    }
 }

@@ -14,8 +14,8 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{Command, CommandFactory, FromArgMatches};
 use toml::Table;
 
-use crate::flags_of_others::tip;
-use crate::spellings::{Spelled, as_spelled_here};
+use crate::arguments::flags_of_others::tip;
+use crate::arguments::spellings::{Spelled, as_spelled_here, meant};
 
 /// Columns of a line of help, where the terminal has more or there is none.
 const MAX_WIDTH: usize = 110;
@@ -117,14 +117,6 @@ fn with_path(err: candle_core::Error, path: &Path, command: &Command) -> candle_
         _ => said,
     };
     candle_core::Error::msg(format!("{}: {said}", path.display()))
-}
-
-/// The subcommand that is meant, or the command itself, and where its words begin.
-pub(crate) fn meant<'a>(command: &'a Command, words: &[OsString]) -> (&'a Command, usize) {
-    match words.get(1).and_then(|word| command.find_subcommand(word)) {
-        Some(subcommand) => (subcommand, 2),
-        None => (command, 1.min(words.len())),
-    }
 }
 
 /// Whether a flag is among the words.

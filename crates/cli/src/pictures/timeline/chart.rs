@@ -10,7 +10,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use super::segments::{Segment, Shares, overlap, segments, union};
 use super::style::{Category, GREY, GRID, HIDDEN, IN_FLIGHT};
 use super::trace_file::{Rank, TraceFile};
-use crate::picture::{Drawing, Drawn, FONT};
+use crate::pictures::picture::{Drawing, Drawn, FONT};
 
 /// In pixels: where rows begin and end.
 const LEFT: i32 = 220;

@@ -12,7 +12,7 @@ use candle_trainer::{Sample, Tokenizer};
 use clap::Parser;
 use serde_json::json;
 
-use crate::preview_text::PreviewText;
+use crate::commands::preview_text::PreviewText;
 
 /// Print the first sequences that a run would train on
 #[derive(Parser, Debug)]

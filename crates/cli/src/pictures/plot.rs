@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use candle_core::{Result, bail};
 
-use crate::picture::Drawing;
+use crate::pictures::picture::Drawing;
 use axis::Scale;
 use chart::{Chart, FEW_POINTS, Line};
 use curve::{Curve, MetricsFile};

@@ -5,7 +5,7 @@ use plotters::coord::cartesian::Cartesian2d;
 use plotters::prelude::*;
 
 use super::axis::{Axis, Scale};
-use crate::picture::{Drawing, Drawn, FONT};
+use crate::pictures::picture::{Drawing, Drawn, FONT};
 
 /// The colours of Okabe and Ito, who chose them to be told apart by everybody (<https://jfly.uni-koeln.de/color/>): those that are seen on white.
 const COLORS: [RGBColor; 7] = [

@@ -12,7 +12,7 @@ use candle_trainer::{Activity, EvalHistory, TrainingRecord, counted};
 use clap::Args;
 use jiff::Timestamp;
 
-use crate::inspect_model::{Wanted, inspect_model, lora_in_words};
+use crate::commands::inspect_model::{Wanted, inspect_model, lora_in_words};
 
 /// Print what a model is and what training it takes, what an adapter is, what a checkpoint of a run holds, or which checkpoints a folder has
 #[derive(Args, Debug)]

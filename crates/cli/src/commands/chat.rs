@@ -10,7 +10,7 @@ use candle_core::{Error, Result, bail};
 use candle_trainer::{Chat, ChatTemplate};
 use serde_json::{Value, json};
 
-use crate::generate::Writer;
+use crate::commands::writer::Writer;
 use command::{COMMANDS, Input};
 use keyboard::Keyboard;
 

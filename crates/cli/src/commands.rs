@@ -1,0 +1,14 @@
+//! The subcommands but those that train.
+
+pub(crate) mod chat;
+pub(crate) mod env;
+pub(crate) mod export;
+pub(crate) mod generate;
+pub(crate) mod inspect;
+pub(crate) mod inspect_model;
+pub(crate) mod launch;
+pub(crate) mod merge;
+pub(crate) mod preview;
+pub(crate) mod preview_text;
+pub(crate) mod schedule;
+pub(crate) mod writer;

@@ -1,0 +1,191 @@
+//! Flags of the layout: how a model lies on ranks, and what replicas divide.
+
+use candle_comm::{Degrees, Mesh, RankEnv};
+use candle_core::{Error, Result};
+use candle_parallel::{DataParallel, ModelPart, Offload, ParamBuilder, ReduceType, ZeroStage};
+use candle_train_models::{CausalLm, ModelConfig, PartConfig};
+use candle_trainer::{BatchConfig, explain_out_of_memory};
+use clap::Args;
+use clap::builder::ArgPredicate;
+use serde::Serialize;
+
+use crate::args::choices::{DTypeChoice, Quantization, RecomputeChoice, ReduceChoice};
+use crate::args::context::ContextArgs;
+use crate::args::number::whole;
+use crate::args::pipeline::PipelineArgs;
+use crate::args::text::some_text;
+use crate::flags::default_of;
+
+/// How the model lies on the ranks.
+#[derive(Args, Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LayoutArgs {
+    /// Tensor-parallel degree: ranks that share each layer
+    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
+    pub tp: usize,
+    /// Pipeline-parallel degree: ranks that have the layers one after the other, in one or several stages each
+    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
+    pub pp: usize,
+    /// Data-parallel degree: replicas that share each global batch [default: what the ranks leave after --tp, --pp and --cp]
+    ///
+    /// Ranks are the processes of a launcher, or one for each GPU of this machine; without either there is one.
+    #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(1..))]
+    pub dp: Option<usize>,
+    /// ZeRO stage, what replicas divide between them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too
+    #[arg(long, default_value_t = 1, value_parser = whole::<u8>(0..=3))]
+    pub zero: u8,
+    /// Divide it within groups of so many replicas, which hold the same; they move less, and hold more [default: all replicas]
+    #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(2..))]
+    pub zero_group: Option<usize>,
+    /// Type in which gradients move between replicas
+    #[arg(long, ignore_case = true, default_value = "f32")]
+    pub grad_reduce_dtype: ReduceChoice,
+    /// Move gradients between replicas in 8 bits, blocks of 256 values with a scale each; needs --zero 1, 2 or 3 [default: no]
+    #[arg(long, value_name = "TYPE", conflicts_with = "grad_reduce_dtype")]
+    pub quantize_gradients: Option<Quantization>,
+    /// Gather weights in 8 bits, blocks of 256 values with a scale each; needs --zero 3 [default: no]
+    #[arg(long, value_name = "TYPE")]
+    pub quantize_weights: Option<Quantization>,
+    /// Gather the weight of a linear layer, of the embedding and of the head in TILES tiles of rows, one after the other, each freed
+    /// after its use; more than 1 needs --zero 3
+    #[arg(long, default_value_t = 1, value_name = "TILES", value_parser = whole::<usize>(1..))]
+    pub tile_linears: usize,
+    /// Communicate between replicas only while nothing is computed; slower, and the same bits
+    #[arg(long)]
+    pub no_overlap: bool,
+    /// The stages of a pipeline and their order.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub pipeline: PipelineArgs,
+    /// How sequences are divided.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub context: ContextArgs,
+    /// What to compute again in the backward pass instead of keeping it: less memory, the same bits
+    #[arg(long, default_value = "none")]
+    pub recompute: RecomputeChoice,
+    /// Type of weights and activations while training [default: bf16 on GPUs without --matmul-precision, else f32]
+    #[arg(long, ignore_case = true, default_value_ifs = [
+        ("bf16", ArgPredicate::IsPresent, "bf16"),
+        ("fp16", ArgPredicate::IsPresent, "f16"),
+    ])]
+    pub dtype: Option<DTypeChoice>,
+    /// The same as --dtype bf16
+    #[arg(long, conflicts_with_all = ["dtype", "fp16"])]
+    #[serde(skip)]
+    pub bf16: bool,
+    /// The same as --dtype f16
+    #[arg(long, conflicts_with = "dtype")]
+    #[serde(skip)]
+    pub fp16: bool,
+    /// Keep the optimizer's state and masters in the host's memory (optimizer), or in a file of a folder, for each rank one that is
+    /// gone after the run (nvme:DIR); the same bits [default: where the weights are]
+    #[arg(long, value_name = "optimizer|nvme:DIR")]
+    #[serde(serialize_with = "some_text")]
+    pub offload: Option<Offload>,
+}
+
+impl Default for LayoutArgs {
+    fn default() -> Self {
+        default_of()
+    }
+}
+
+impl LayoutArgs {
+    /// Type of weights and activations; where nothing was chosen yet f32.
+    pub fn dtype(&self) -> DTypeChoice {
+        self.dtype.unwrap_or(DTypeChoice::F32)
+    }
+
+    /// How data-parallel replicas work together.
+    pub fn data_parallel(&self) -> DataParallel {
+        DataParallel {
+            zero: match self.zero {
+                0 => ZeroStage::Zero,
+                1 => ZeroStage::One,
+                2 => ZeroStage::Two,
+                _ => ZeroStage::Three,
+            },
+            zero_group: self.zero_group,
+            reduce: match self.quantize_gradients {
+                Some(_) => ReduceType::Int8,
+                None => self.grad_reduce_dtype.into(),
+            },
+            quantize_weights: self.quantize_weights.is_some(),
+            tile_linears: self.tile_linears,
+            overlap: !self.no_overlap,
+        }
+    }
+
+    /// An error if the model cannot be divided over the ranks, or a step over its micro-batches.
+    ///
+    /// # Errors
+    /// See above, with the numbers.
+    pub fn check_model(
+        &self,
+        config: &ModelConfig,
+        batches: &BatchConfig,
+        seq_len: usize,
+    ) -> Result<()> {
+        let degrees = self.degrees();
+        CausalLm::check_degrees(config, &Degrees { pp: 1, ..degrees })?;
+        self.context.check(config, degrees.tp, seq_len)?;
+        let plan_of = |size: usize| {
+            let per_replica = size.div_ceil(degrees.dp);
+            let num_micro_batches = per_replica.div_ceil(batches.micro_batch_size);
+            let plan = self
+                .pipeline
+                .plan(degrees.pp, config, seq_len, num_micro_batches);
+            plan.map(drop)
+        };
+        plan_of(batches.global_batch_size)?;
+        batches.ramp.map_or(Ok(()), |ramp| {
+            let of_start =
+                |err: Error| err.context(format!("the first steps of --batch-ramp {ramp}"));
+            plan_of(ramp.start).map_err(of_start)
+        })
+    }
+
+    /// A rank's part of a model that is trained on sequences of `seq_len` tokens.
+    ///
+    /// # Errors
+    /// As for [`Self::check_model`], and weights that do not fit the model or the memory.
+    pub fn part(
+        &self,
+        config: &ModelConfig,
+        mesh: &Mesh,
+        vb: &ParamBuilder,
+        seq_len: usize,
+    ) -> Result<ModelPart> {
+        let layout = self.pipeline.layout(mesh.degrees.pp, config, seq_len)?;
+        let parts = PartConfig {
+            layout: Some(layout),
+            context: self.context.config(),
+            sequence_parallel: self.context.sequence_parallel,
+        };
+        let part = CausalLm::part_with(config, mesh, vb, parts)
+            .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
+        Ok(part.with_recompute(|_| self.recompute.into()))
+    }
+
+    /// How many replicas so many ranks make.
+    pub(crate) fn replicas_of(&self, num_ranks: usize) -> usize {
+        let of_replica = [self.tp, self.context.cp].into_iter();
+        (num_ranks / of_replica.fold(self.pp, usize::saturating_mul)).max(1)
+    }
+
+    /// The mesh's degrees; without `--dp` as many replicas as a launcher's processes make.
+    pub fn degrees(&self) -> Degrees {
+        let dp = self.dp.unwrap_or_else(|| {
+            // What is wrong with the environment [`RankArgs::config`] says.
+            let num_processes = RankEnv::from_env().map_or(1, |env| env.world_size());
+            self.replicas_of(num_processes)
+        });
+        Degrees {
+            pp: self.pp,
+            dp,
+            cp: self.context.cp,
+            tp: self.tp,
+        }
+    }
+}
