@@ -3,7 +3,7 @@
 
     cargo build --release -p candle-comm --features mpi --example bench_mpi
     sudo scripts/bench_mpi.py [--bandwidth 1gbit] [--latency 200us] [--sizes 1K,32K,1M,16M] [--ops NAMES] [--layouts 1x4,2x8] \\
-        [--nonblocking] [--reduction native] [--json FILE]
+        [--nonblocking] [--json FILE]
 
 A layout HOSTSxRANKS is so many network namespaces of this machine as hosts, joined by a switch, and so many ranks in all, as many on each
 host. Those of a host share its memory; between hosts Open MPI's messages go by TCP over links of limited bandwidth. Ours and MPI's take turns in one run;
@@ -38,7 +38,7 @@ def cases(layout, a):
     sizes = [size for size in a.sizes.split(",") if 5 * ranks * num_bytes(size) <= a.memory << 30]
     with simulated_hosts(hosts, a.bandwidth, a.latency) as simulated:
         command = [*simulated.mpirun(ranks), BENCH, "--ops", a.ops, "--sizes", ",".join(sizes), "--secs", str(a.secs),
-                   "--reduction", a.reduction, *(["--nonblocking"] if a.nonblocking else [])]
+                   *(["--nonblocking"] if a.nonblocking else [])]
         try:
             ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=a.timeout)
             printed, failed = ran.stdout, ran.returncode != 0
@@ -78,7 +78,6 @@ def main():
     p.add_argument("--timeout", type=float, default=300, help="seconds for a layout")
     p.add_argument("--memory", type=int, default=8, help="GiB for all ranks; larger sizes are left out")
     p.add_argument("--nonblocking", action="store_true", help="compare with MPI's nonblocking calls")
-    p.add_argument("--reduction", default="exact", help="who adds in ours: exact, we do, or native, MPI")
     p.add_argument("--json", type=pathlib.Path, help="also write what was measured, layout by layout")
     p.add_argument("--print", type=pathlib.Path, metavar="JSON", help="measure nothing, print the tables of what --json wrote")
     a = p.parse_args()
@@ -92,8 +91,7 @@ def main():
         if a.json:
             a.json.write_text("".join(json.dumps(case) + "\n" for case in measured))
     against = "nonblocking" if a.nonblocking else "blocking"
-    print(f"Links of {a.bandwidth}, {a.latency or 'no'} added latency, {os.cpu_count()} cores for all hosts; against MPI's {against} calls; "
-          f"--mpi-reduction {a.reduction}.")
+    print(f"Links of {a.bandwidth}, {a.latency or 'no'} added latency, {os.cpu_count()} cores for all hosts; against MPI's {against} calls.")
     print_tables(measured, a)
 
 

@@ -47,24 +47,9 @@ pub enum HalfSums {
 
 named!(HalfSums, "for sums of half precision", F32 "f32", Native "native");
 
-/// Who adds large tensors over MPI. Largest values, and tensors of up to 2 KiB, are always reduced by us.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum MpiReduction {
-    /// We do, so that every layout of ranks and hosts gives the same bits.
-    #[default]
-    Exact,
-    /// MPI, by its nonblocking reductions, in whatever order it likes: other layouts, and other versions of MPI, give other bits.
-    /// bf16 and f16 travel as f32, twice the bytes, and are rounded once. It takes memory for a copy of the input and one of the
-    /// result, both in f32 for bf16 and f16.
-    Native,
-}
-
-named!(MpiReduction, "for who adds over MPI", Exact "exact", Native "native");
-
 #[cfg(test)]
 mod tests {
-    use super::{HalfSums, MpiReduction};
+    use super::HalfSums;
     use crate::Backend;
 
     #[test]
@@ -77,8 +62,8 @@ mod tests {
         let expected = r#"expected local, mpi or nccl as backend, got "MPI""#;
         assert_eq!(wrong, Err(expected.to_string()));
         assert_eq!("native".parse().ok(), Some(HalfSums::Native));
-        let wrong = "".parse::<MpiReduction>().map_err(said);
-        let expected = r#"expected exact or native for who adds over MPI, got """#;
+        let wrong = "".parse::<HalfSums>().map_err(said);
+        let expected = r#"expected f32 or native for sums of half precision, got """#;
         assert_eq!(wrong, Err(expected.to_string()));
     }
 }

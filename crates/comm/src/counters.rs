@@ -25,8 +25,8 @@ pub struct OpCount {
 /// | `batch_send_recv` | the size of the sends |
 /// | `barrier` | 0 |
 ///
-/// Sizes are those of the values on their way. Threads and MPI send them as they are (between hosts MPI may send f32). MPI's own sums ([`MpiReduction::Native`](crate::MpiReduction)) send bf16 and f16 as f32, and so does NCCL
-/// unless they are [`HalfSums::Native`](crate::HalfSums), and with each value of a maximum of floats a byte that says whether it is NaN.
+/// Sizes are those of the values on their way. Threads and MPI send them as they are (between hosts MPI may send f32). NCCL sends bf16 and f16 as f32
+/// unless their sums are [`HalfSums::Native`](crate::HalfSums), and with each value of a maximum of floats a byte that says whether it is NaN.
 ///
 /// A group of one counts nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -59,7 +59,7 @@ mod watch;
 pub use adopted::{MIN_ADOPTED_BYTES, adopted_bytes, allocated_of_rank};
 pub use backend::Backend;
 pub use candle_launch::{Fingerprint, RankEnv};
-pub use choices::{HalfSums, MpiReduction};
+pub use choices::HalfSums;
 pub use communicator::{Communicator, Request};
 pub use counters::{Counters, OpCount};
 pub use element::sum_in_order;

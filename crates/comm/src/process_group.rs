@@ -115,7 +115,7 @@ impl ProcessGroup {
         self.comm.rank()
     }
 
-    /// Whether sums over more than two ranks depend on nothing but the ranks and what they have; not over NCCL, and not with MPI's own sums.
+    /// Whether sums over more than two ranks depend on nothing but the ranks and what they have: over every backend but NCCL.
     pub fn sums_in_rank_order(&self) -> bool {
         self.world_size() <= 2 || self.comm.sums_in_rank_order()
     }

@@ -9,7 +9,7 @@ use candle_launch::{ControlConfig, Fingerprint, RankEnv, StartedBy};
 
 use crate::cores::keep_candle_from_threads;
 use crate::local::ABORT_AFTER;
-use crate::{Backend, Degrees, Error, HalfSums, MpiReduction};
+use crate::{Backend, Degrees, Error, HalfSums};
 
 /// How this process takes part in a run; see [`launch::run`](crate::launch::run).
 #[derive(Debug, Clone)]
@@ -32,8 +32,6 @@ pub struct RunConfig {
     pub rank_timeout: Duration,
     /// How NCCL adds bf16 and f16. Default: in f32.
     pub half_sums: HalfSums,
-    /// Who adds large tensors over MPI. Default: we do.
-    pub mpi_reduction: MpiReduction,
     /// Threads on which a rank computes. Default: as the backend divides the cores.
     pub threads_per_rank: Option<usize>,
     /// Whether ranks that are processes compare each collective by way of rank 0 before it starts, so that no rank starts one
@@ -97,7 +95,6 @@ impl RunConfig {
             abort_after: ABORT_AFTER,
             rank_timeout: Duration::from_secs(6),
             half_sums: HalfSums::default(),
-            mpi_reduction: MpiReduction::default(),
             threads_per_rank: None,
             check_collectives: false,
             failure_exit_code: Arc::new(AtomicU8::new(1)),

@@ -8,8 +8,8 @@ use regex::Regex;
 use candle_train_run::find;
 
 /// The flags most typed for transformers' Trainer, TRL, LLaMA-Factory, axolotl, torchtune, unsloth, DeepSpeed and Megatron-LM, which
-/// have another name here or do not exist: in each line names that mean the same, and what a tip says of them. Flags of the same name, and
-/// aliases, are not among them.
+/// have another name here or do not exist, and one that this program had: in each line names that mean the same, and what a tip says of them.
+/// Flags of the same name, and aliases, are not among them.
 const TABLE: &str = include_str!("flags_of_others.txt");
 
 /// The names of each line, and its tip.

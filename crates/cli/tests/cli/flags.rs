@@ -304,7 +304,11 @@ fn flags_that_would_do_nothing_are_refused() {
         ),
         (
             vec![("--mpi-reduction", "native")],
-            vec!["--mpi-reduction native", "backend local", "hint: "],
+            vec![
+                "--mpi-reduction",
+                "sums over mpi have the bits of threads",
+                "leave it out",
+            ],
         ),
         (
             vec![("--zero", "0"), ("--zero-group", "2")],

@@ -82,7 +82,6 @@ const TRAINING: &[(&str, &[&str])] = &[
     ),
     ("--check-collectives", &["processes", "rank 0"]),
     ("--half-sums", &["[default: f32]", "native", "nccl"]),
-    ("--mpi-reduction", &["[default: exact]", "native", "bits"]),
     ("--deterministic", &["same bits", "attention"]),
     (
         "--matmul-precision",
@@ -310,7 +309,7 @@ fn a_short_help_has_the_flags_of_a_first_run_and_an_example() {
             said.lines().all(|line| line.chars().count() <= 110),
             "{said}"
         );
-        assert!(!said.contains("--mpi-reduction"));
+        assert!(!said.contains("--half-sums"));
     }
     let all = candle_train("finetune").switch("--help").succeeds().stdout;
     assert!(all.lines().all(|line| line.chars().count() <= 110), "{all}");

@@ -2,20 +2,17 @@
 
 use std::str::FromStr;
 
-use candle_comm::MpiReduction;
-
 use crate::operation::Operation;
 
 const USAGE: &str = "\
-bench_mpi [--ops NAME,..] [--sizes SIZE,..] [--samples N] [--secs SECS] [--nonblocking] [--reduction WHO]
+bench_mpi [--ops NAME,..] [--sizes SIZE,..] [--samples N] [--secs SECS] [--nonblocking]
 
   --ops NAME,..     all_reduce, all_reduce_in_place, all_gather, reduce_scatter, broadcast, all_to_all, ping_pong
                     [default: all_reduce]
   --sizes SIZE,..   of a rank's larger tensor, in bytes, or with K, M or G in KiB, MiB or GiB [default: 64M]
   --samples N       at most, for each case, at least 3 [default: 15]
   --secs SECS       for the samples of a case, if that makes at least 3 [default: 30]
-  --nonblocking     compares with MPI's nonblocking calls, polled
-  --reduction WHO   adds in ours: exact, we do, or native, MPI [default: exact]";
+  --nonblocking     compares with MPI's nonblocking calls, polled";
 
 pub struct Arguments {
     pub ops: Vec<Operation>,
@@ -23,7 +20,6 @@ pub struct Arguments {
     pub samples: usize,
     pub secs: f64,
     pub nonblocking: bool,
-    pub reduction: MpiReduction,
 }
 
 impl Arguments {
@@ -47,7 +43,6 @@ impl Arguments {
             samples: 15,
             secs: 30.,
             nonblocking: false,
-            reduction: MpiReduction::Exact,
         };
         while let Some(flag) = next() {
             match flag.as_str() {
@@ -63,10 +58,6 @@ impl Arguments {
                 "--ops" => arguments.ops = list(&flag, &value, Operation::of_name)?,
                 "--sizes" => arguments.sizes = list(&flag, &value, num_bytes)?,
                 "--samples" => arguments.samples = number(&flag, &value)?,
-                "--reduction" => {
-                    arguments.reduction =
-                        value.parse().map_err(|error| format!("{flag}: {error}"))?;
-                }
                 "--secs" => arguments.secs = number(&flag, &value)?,
                 _ => return Err(format!("there is no {flag}")),
             }

@@ -40,11 +40,7 @@ const TURNS: usize = 3;
 
 fn main() -> Result<()> {
     let arguments = Arguments::from_env();
-    let config = MpiConfig {
-        reduction: arguments.reduction,
-        ..MpiConfig::default()
-    };
-    launch::mpi(config, |world| {
+    launch::mpi(MpiConfig::default(), |world| {
         for &bytes in &arguments.sizes {
             for &operation in &arguments.ops {
                 let case = Case::new(&world, operation, bytes)?;
@@ -113,10 +109,9 @@ impl<'a> Case<'a> {
             };
             println!(
                 "{{\"bench\":\"mpi\",\"op\":\"{}\",\"ranks\":{},\"bytes\":{bytes},\"samples\":{samples},\"calls\":{calls},\
-                 \"bare\":\"{name}\",\"reduction\":\"{}\",{}}}",
+                 \"bare\":\"{name}\",{}}}",
                 self.operation.name(),
                 self.world.world_size(),
-                arguments.reduction,
                 figures(ours, bare),
             );
         }

@@ -24,7 +24,6 @@ pub(super) fn mpi<T: Send>(
         threads_per_rank: config
             .threads_per_rank
             .or_else(|| threads_of_stages(config)),
-        reduction: config.mpi_reduction,
         failure_exit_code: config.failure_exit_code.clone(),
         ..crate::MpiConfig::default()
     };

@@ -1,6 +1,6 @@
 //! The messages of a group on their way. Between two ranks the number of a send and of its receive are the same.
 //!
-//! A message is a head (dtype, shape, call site, small data), then the data in a second message, or several. A receiver that asked
+//! A message is a head (dtype, shape, call site, small data), then the data in a second one. A receiver that asked
 //! for something else, or gave up, takes the data in all the same, so that the next message is where it should be.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Shape, Tensor};
 
 use super::Result;
-use super::buffer::{Buffer, Cut, Region};
+use super::buffer::Buffer;
 use super::context::Context;
 use super::group::{self, Group};
 use super::header::{self, Header, INLINE_BYTES};
@@ -19,9 +19,6 @@ use crate::Error;
 use crate::bytes;
 use crate::call::kind;
 use crate::element::{self, Element, with_element};
-
-/// The data of one message are sent in parts of this size: MPI counts to 2^31 only.
-const PART_BYTES: usize = 256 << 20;
 
 /// A message to group rank `to`: a copy of a tensor.
 pub(super) struct Outgoing {
@@ -65,8 +62,7 @@ pub(super) struct Channels {
 #[derive(Default)]
 struct Receive {
     head: Option<Transfer<Buffer>>,
-    /// Where the data are to be, and those parts that have not come.
-    data: Option<(Arc<Region>, VecDeque<Transfer<Buffer>>)>,
+    data: Option<Transfer<Buffer>>,
     /// Nothing if it was never asked for, or is something else.
     asked: Option<Asked>,
 }
@@ -106,11 +102,12 @@ impl Channels {
             self.receive(ctx, group, from, Some(asked))?;
         }
         for Outgoing { to, head, data } in sends {
-            let head = Buffer::new(head);
-            let head = Transfer::send(&ctx.mpi, group, to, group::MESSAGE_HEAD, Arc::new(head))?;
-            self.sends.push(head);
-            for part in cut(data)?.1 {
-                let (tag, part) = (group::MESSAGE_DATA, Arc::new(part));
+            let mut parts = vec![(group::MESSAGE_HEAD, head)];
+            if !data.is_empty() {
+                parts.push((group::MESSAGE_DATA, data));
+            }
+            for (tag, part) in parts {
+                let part = Arc::new(Buffer::new(part));
                 self.sends
                     .push(Transfer::send(&ctx.mpi, group, to, tag, part)?);
             }
@@ -220,27 +217,25 @@ impl Receive {
             self.open(ctx, group, from, &head)?;
             moved = true;
         }
-        if let Some((_, parts)) = &mut self.data {
-            while let Some(part) = parts.front_mut() {
-                if !part.poll(&ctx.mpi)? {
-                    return Ok(moved);
-                }
-                if let Some((part, got)) = parts.pop_front().and_then(Transfer::take)
-                    && got != part.len()
-                {
-                    return Err(wrong_size(group.members[from], got, part.len()));
-                }
+        if let Some(data) = &mut self.data {
+            if !data.poll(&ctx.mpi)? {
+                return Ok(moved);
             }
             moved = true;
-            self.deliver()?;
+            if let Some((data, got)) = self.data.take().and_then(Transfer::take) {
+                if got != data.len() {
+                    return Err(wrong_size(group.members[from], got, data.len()));
+                }
+                self.deliver(data)?;
+            }
         }
         Ok(moved)
     }
 
     /// Takes in the head of the message.
     fn open(&mut self, ctx: &Context, group: &Group, from: usize, head: &Header) -> Result<()> {
-        fn zeros<T: Element>(len: usize) -> Result<Cut> {
-            cut(T::zeros(len))
+        fn zeros<T: Element>(len: usize) -> Result<Buffer> {
+            Ok(Buffer::new(T::zeros(len)))
         }
         let sender = group.members[from];
         let sent = format!("sent {}", head.call_at_site());
@@ -265,27 +260,24 @@ impl Receive {
         if num_bytes != expected {
             return Err(wrong_size(sender, num_bytes, expected));
         }
-        let (region, mut parts) = with_element!(dtype, zeros(len))?;
+        let mut room = with_element!(dtype, zeros(len))?;
         if head.follows == 0 {
-            for mut part in parts.drain(..) {
-                part.copy_from_slice(&head.data);
-            }
+            room.copy_from_slice(&head.data);
+            return self.deliver(room);
         }
         let tag = group::MESSAGE_DATA;
-        let receive = |part| Transfer::receive(&ctx.mpi, group, from, tag, part);
-        let parts: Result<_> = parts.into_iter().map(receive).collect();
-        self.data = Some((region, parts?));
+        self.data = Some(Transfer::receive(&ctx.mpi, group, from, tag, room)?);
         Ok(())
     }
 
     /// Hands the data over, if somebody wants them.
-    fn deliver(&mut self) -> Result<()> {
-        fn tensor<T: Element>(region: Arc<Region>, shape: Shape) -> candle_core::Result<Tensor> {
-            let values = region.into_vec::<T>().unwrap_or_default();
+    fn deliver(&mut self, data: Buffer) -> Result<()> {
+        fn tensor<T: Element>(data: Buffer, shape: Shape) -> candle_core::Result<Tensor> {
+            let values = data.into_vec::<T>().unwrap_or_default();
             Tensor::from_vec(values, shape, &Device::Cpu)
         }
-        if let (Some((region, _)), Some(asked)) = (self.data.take(), self.asked.take()) {
-            let xs = with_element!(asked.dtype, tensor(region, asked.shape));
+        if let Some(asked) = self.asked.take() {
+            let xs = with_element!(asked.dtype, tensor(data, asked.shape));
             asked.in_flight.arrived(asked.index, xs?);
         }
         Ok(())
@@ -302,13 +294,6 @@ impl Asked {
     fn kind(&self) -> String {
         kind(self.dtype, &self.shape)
     }
-}
-
-/// A vector in the parts of a message.
-fn cut<T: Element>(vec: Vec<T>) -> Result<Cut> {
-    let (len, longest) = (vec.len(), PART_BYTES / size_of::<T>());
-    let starts = (0..len).step_by(longest);
-    Region::cut(vec, starts.map(|start| longest.min(len - start)))
 }
 
 fn wrong_size(sender: usize, got: usize, expected: usize) -> Error {

@@ -11,15 +11,13 @@ use super::header::{Header, INLINE_BYTES};
 use super::in_flight::InFlight;
 use super::meeting::Meeting;
 use super::movement::Movement;
-use super::native::NativeSum;
-use super::route::Route;
+use crate::Error;
 use crate::bytes;
-use crate::element::{self, Element, with_element};
+use crate::element::{Element, with_element};
 use crate::plan::Plan;
-use crate::{Error, ReduceOp};
 
 /// A collective. With few bytes each rank sends its whole input with its first message, and all compute their own output; else the
-/// data move as the [`Route`] says.
+/// data [move](Movement).
 pub(super) struct Collective {
     in_flight: Arc<InFlight>,
     /// Of the input of each rank.
@@ -34,28 +32,9 @@ pub(super) struct Collective {
 
 enum Phase {
     Meeting,
-    /// MPI adds.
-    Summing(NativeSum),
     Moving(Movement),
     /// The result is there.
     Done,
-}
-
-/// What a poll did.
-pub(super) enum Progress {
-    /// Nothing.
-    None,
-    /// Something.
-    Some,
-    /// All that was left: this is the output.
-    Over(Vec<Tensor>),
-}
-
-impl Progress {
-    /// What is not over.
-    pub fn of(moved: bool) -> Self {
-        if moved { Self::Some } else { Self::None }
-    }
 }
 
 impl Collective {
@@ -102,45 +81,35 @@ impl Collective {
                 None => self.in_flight.set_missing(self.meeting.missing()),
             }
         }
-        let progress = match &mut self.phase {
+        match &mut self.phase {
             Phase::Meeting if may_move && self.meeting.is_complete() => self.begin_to_move()?,
-            Phase::Summing(sum) => sum.poll(&ctx.mpi)?,
-            Phase::Moving(movement) => movement.poll(ctx)?,
-            Phase::Meeting | Phase::Done => Progress::None,
-        };
-        Ok(match progress {
-            Progress::None => met,
-            Progress::Some => true,
-            Progress::Over(output) => {
+            Phase::Moving(movement) => {
+                let moved = movement.poll(ctx)?;
+                if !movement.is_over() {
+                    return Ok(met | moved);
+                }
+                let output = movement.take_output()?;
                 self.complete(Ok(output));
-                true
             }
-        })
+            Phase::Meeting | Phase::Done => return Ok(met),
+        }
+        Ok(true)
     }
 
     /// Goes on once all have met.
-    fn begin_to_move(&mut self) -> Result<Progress> {
-        let in_flight = self.in_flight.clone();
-        let operation = &in_flight.call.operation;
+    fn begin_to_move(&mut self) -> Result<()> {
+        let (in_flight, group) = (self.in_flight.clone(), self.group.clone());
         if is_small(&self.shape, self.dtype) {
-            let (data, rank) = (self.meeting.take_data(), self.group.rank);
-            let output = with_element!(self.dtype, output(&in_flight, &self.shape, rank, &data));
-            return Ok(Progress::Over(output?));
+            let data = self.meeting.take_data();
+            let output = with_element!(
+                self.dtype,
+                output(&in_flight, &self.shape, group.rank, &data)
+            );
+            self.complete(Ok(output?));
+            return Ok(());
         }
-        self.phase = match self.group.native {
-            Some(native) if operation.reduce_op() == Some(ReduceOp::Sum) => {
-                let (kind, num_ranks) = ((&self.shape, self.dtype), self.group.members.len());
-                Phase::Summing(NativeSum::begin(in_flight, (native, num_ranks), kind)?)
-            }
-            _ => {
-                let bytes = self.dtype.size_in_bytes();
-                let widening = element::accumulated(self.dtype).size_in_bytes() / bytes;
-                let sizes = (bytes, widening);
-                let route = Route::new(operation, &self.shape, self.group.clone(), sizes);
-                Phase::Moving(Movement::new(route, self.dtype, self.seq, in_flight)?)
-            }
-        };
-        Ok(Progress::Some)
+        self.phase = Phase::Moving(Movement::new(group, self.seq, in_flight)?);
+        Ok(())
     }
 
     fn complete(&mut self, outcome: Result<Vec<Tensor>>) {

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
 use super::channels::Outgoing;
 use super::context::Shared;
 use super::engine::Job;
 use super::group::Group;
 use super::in_flight::{InFlight, Tensors};
-use crate::{Communicator, Error, Message, Operation, Pending, ReduceOp, Request, element};
+use crate::{Communicator, Error, Message, Operation, Pending, Request, element};
 
 /// One rank's end of a group of processes.
 pub(super) struct MpiCommunicator {
@@ -38,18 +38,6 @@ impl Communicator for MpiCommunicator {
 
     fn device(&self) -> &Device {
         &Device::Cpu
-    }
-
-    fn sums_in_rank_order(&self) -> bool {
-        self.group.native.is_none()
-    }
-
-    fn bytes_per_reduced_value(&self, op: ReduceOp, dtype: DType) -> usize {
-        match self.group.native {
-            // As what they are added in.
-            Some(_) if op == ReduceOp::Sum => element::accumulated(dtype).size_in_bytes(),
-            _ => dtype.size_in_bytes(),
-        }
     }
 
     fn start(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {

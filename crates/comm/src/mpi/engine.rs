@@ -238,15 +238,13 @@ impl Operations {
 
     /// Moves everything that can move; returns whether something did.
     fn poll(&mut self, ctx: &Context) -> Result<bool> {
-        let (mut moved, mut index, mut in_order) = (false, 0, true);
+        let (mut moved, mut index) = (false, 0);
         while let Some(oldest) = self.collectives.first().map(|oldest| oldest.seq)
             && let Some(collective) = self.collectives.get_mut(index)
         {
-            // Data of two operations with the same tags would be mistaken for each other. In order, for so MPI wants its own.
-            let may_move =
-                index < NUM_MOVING && in_order && collective.seq - oldest < group::NUM_SEQS;
+            // Data of two operations with the same tags would be mistaken for each other.
+            let may_move = index < NUM_MOVING && collective.seq - oldest < group::NUM_SEQS;
             moved |= collective.poll(ctx, may_move)?;
-            in_order &= collective.has_met();
             match collective.is_over() {
                 true => drop(self.collectives.remove(index)),
                 false => index += 1,

@@ -12,7 +12,6 @@ use std::ops::Range;
 
 use super::Result;
 use super::context::Shared;
-use super::native::NativeGroup;
 use crate::error::group_name;
 use crate::{Error, pairwise};
 
@@ -28,11 +27,23 @@ pub(super) enum Kind {
     /// The first message.
     Header,
     /// Data that are yet to be reduced.
-    Contribution,
+    Input,
     /// Data that are part of the result, from who made it.
     Result,
     /// Data that are part of the result, from who got it from another host.
-    Distributed,
+    PassedOn,
+}
+
+impl Kind {
+    pub const NUM: usize = 4;
+
+    /// A part of the result, from who made it or not.
+    pub fn of_result(is_from_owner: bool) -> Self {
+        match is_from_owner {
+            true => Self::Result,
+            false => Self::PassedOn,
+        }
+    }
 }
 
 /// The tag of messages of operation `seq`.
@@ -56,8 +67,10 @@ pub(super) struct Hosts {
     pub host_of: Vec<usize>,
     /// By host; they ascend.
     pub ranks: Vec<Vec<usize>>,
-    /// By host: the blocks of ranks that it can combine by itself.
-    pub blocks: Vec<Vec<Range<usize>>>,
+    /// Of a host.
+    pub most_ranks: usize,
+    /// Whether each host's ranks are a block, which it can combine by itself.
+    pub are_blocks: bool,
 }
 
 impl Hosts {
@@ -73,13 +86,19 @@ impl Hosts {
             ranks[host].push(rank);
             host_of.push(host);
         }
-        let blocks = ranks.iter();
-        let blocks = blocks.map(|ranks: &Vec<usize>| pairwise::blocks(ranks, said.len()));
+        let is_block = |ranks: &Vec<usize>| pairwise::is_block(ranks, said.len());
         Self {
-            blocks: blocks.collect(),
+            most_ranks: ranks.iter().map(Vec::len).max().unwrap_or(0),
+            are_blocks: ranks.iter().all(is_block),
             host_of,
             ranks,
         }
+    }
+
+    /// The ranks on the host of `rank`, if they are a block.
+    pub fn block_of(&self, rank: usize) -> Range<usize> {
+        let ranks = &self.ranks[self.host_of[rank]];
+        ranks[0]..ranks[0] + ranks.len()
     }
 }
 
@@ -94,24 +113,21 @@ pub(super) struct Group {
     /// Its number at each member.
     numbers: Vec<c_int>,
     pub hosts: Hosts,
-    /// Where MPI adds by itself.
-    pub native: Option<NativeGroup>,
 }
 
 impl Group {
     /// The world, whose ranks lie on these hosts.
-    pub fn world(rank: usize, host_of: &[usize], native: Option<NativeGroup>) -> Self {
+    pub fn world(rank: usize, host_of: &[usize]) -> Self {
         Self {
             number: 0,
             rank,
             members: (0..host_of.len()).collect(),
             numbers: vec![0; host_of.len()],
             hosts: Hosts::new(host_of),
-            native,
         }
     }
 
-    /// The group of these ranks of this one, which has these numbers at its members. Nothing is said to the others, unless MPI adds.
+    /// The group of these ranks of this one, which has these numbers at its members. Nothing is said to the others.
     ///
     /// # Errors
     /// A rank is in more groups than there are tags for: the same error on all ranks of the group.
@@ -122,11 +138,6 @@ impl Group {
             let message = format!("split: this rank is not in its own group {ranks:?}");
             return Err(Error::Backend(message));
         };
-        // Each new group is named by its lowest rank.
-        let color = members.iter().min().copied().unwrap_or(0);
-        let native = self
-            .native
-            .map(|all| all.split(color, rank, shared.deadline));
         let host_of: Vec<usize> = (ranks.iter().map(|rank| self.hosts.host_of[*rank])).collect();
         Ok(Self {
             number: numbers[rank] as usize,
@@ -134,7 +145,6 @@ impl Group {
             members,
             numbers: numbers.iter().map(|number| *number as c_int).collect(),
             hosts: Hosts::new(&host_of),
-            native: native.transpose()?,
         })
     }
 
@@ -181,7 +191,7 @@ mod tests {
 
     #[test]
     fn tags_are_those_of_the_receiver() {
-        let world = Group::world(2, &[0; 8], None);
+        let world = Group::world(2, &[0; 8]);
         // The least that MPI allows.
         let shared = Shared::new((2, 8), Duration::ZERO, 32767);
         let part = |numbers: [i64; 2]| world.part(&[7, 2], &numbers, &shared);
@@ -204,17 +214,15 @@ mod tests {
         let hosts = Hosts::new(&[7, 7, 3, 7, 3]);
         assert_eq!(hosts.host_of, [1, 1, 0, 1, 0]);
         assert_eq!(hosts.ranks, [vec![2, 4], vec![0, 1, 3]]);
-        assert_eq!(hosts.blocks, [vec![2..3, 4..5], vec![0..2, 3..4]]);
+        assert!(!hosts.are_blocks);
+        let hosts = Hosts::new(&[0, 0, 0, 0, 2, 2, 2]);
+        assert!(hosts.are_blocks && hosts.most_ranks == 4);
+        assert_eq!(hosts.block_of(5), 4..7);
     }
 
     #[test]
     fn all_tags_differ_and_are_allowed() {
-        let kinds = [
-            Kind::Header,
-            Kind::Contribution,
-            Kind::Result,
-            Kind::Distributed,
-        ];
+        let kinds = [Kind::Header, Kind::Input, Kind::Result, Kind::PassedOn];
         let mut tags = vec![MESSAGE_HEAD, MESSAGE_DATA, SHUTDOWN];
         tags.extend((0..NUM_SEQS).flat_map(|seq| kinds.map(|kind| tag(seq, kind))));
         assert!(tags.iter().all(|tag| (0..TAGS_PER_GROUP).contains(tag)));

@@ -19,11 +19,10 @@ use super::environment::{
     cores_id, idle_cores, num_online_cores, said_world_size, threads_per_rank,
 };
 use super::group::Group;
-use super::native::NativeGroup;
 use super::sys::{Mpi, size};
 use crate::cores::{catch_panic, keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
 use crate::launch::words_of_failed;
-use crate::{Error, MpiReduction, ProcessGroup, message_of};
+use crate::{Error, ProcessGroup, message_of};
 
 /// How long MPI may take to end all ranks before this one ends by itself, which makes its launcher end the others.
 const ABORT_GRACE: Duration = Duration::from_secs(5);
@@ -37,8 +36,6 @@ pub struct MpiConfig {
     /// Threads on which this rank computes. Default: RAYON_NUM_THREADS, or else the cores that this process may use,
     /// divided over the ranks on this host that may use the same ones; at least one.
     pub threads_per_rank: Option<usize>,
-    /// Who adds large tensors, the same on all ranks. Default: we do.
-    pub reduction: MpiReduction,
     /// Takes every so many ranks in a row for those of one host, so that what ranks do on several hosts can be tried on one.
     /// Default: those that share memory, as MPI says.
     pub ranks_per_host: Option<usize>,
@@ -51,7 +48,6 @@ impl Default for MpiConfig {
         Self {
             deadline: Duration::from_secs(600),
             threads_per_rank: None,
-            reduction: MpiReduction::default(),
             ranks_per_host: None,
             failure_exit_code: Arc::new(AtomicU8::new(1)),
         }
@@ -61,12 +57,11 @@ impl Default for MpiConfig {
 /// Runs `run` as this process's rank of a run that `mpirun`, or another launcher that knows MPI, has started, with the CPU
 /// as its device, and returns what it returns. It can be called once per process.
 ///
-/// The rank runs inside a rayon pool of its own, on a thread named `rank-N`. The calling thread makes all calls to MPI (but
-/// for splits with [`MpiReduction::Native`](crate::MpiReduction)), so operations progress while the rank computes; it sleeps while
-/// nothing is under way.
+/// The rank runs inside a rayon pool of its own, on a thread named `rank-N`. The calling thread makes all calls to MPI, so
+/// operations progress while the rank computes; it sleeps while nothing is under way.
 ///
-/// Results equal those of [`threads`](crate::launch::threads) bit for bit, unless MPI is asked for its own sums: it moves the bytes,
-/// and the reductions are ours, in the same order.
+/// Results equal those of [`threads`](crate::launch::threads) bit for bit: MPI moves the bytes, and the reductions
+/// are ours, in the same order.
 ///
 /// # Errors
 /// Before the ranks have met: MPI cannot be initialised, or this process is the only rank although its launcher says that
@@ -145,7 +140,7 @@ fn begin(config: &MpiConfig) -> Result<(Context, Arc<Group>, usize)> {
         &format!("process {}", std::process::id()),
     );
     wait.say("in MPI_Init for the other ranks".to_string());
-    let mpi = Mpi::init(config.reduction)?;
+    let mpi = Mpi::init()?;
     drop(wait);
     let (world_rank, world_size) = (mpi.rank()?, size(mpi.world())?);
     if world_size == 1
@@ -165,14 +160,12 @@ fn begin(config: &MpiConfig) -> Result<(Context, Arc<Group>, usize)> {
     mpi.free(host)?;
     // A host is known by its lowest rank.
     let lowest = on_host[0][1];
-    let is_native = u64::from(config.reduction == MpiReduction::Native);
-    let said = mpi.gather(mpi.world(), [lowest, is_native])?;
-    check_reductions(&said)?;
+    let said = mpi.gather(mpi.world(), [lowest])?;
     let host_of: Vec<usize> = match config.ranks_per_host {
         Some(ranks_per_host) => (0..world_size)
             .map(|rank| rank / ranks_per_host.max(1))
             .collect(),
-        None => said.iter().map(|[lowest, _]| *lowest as usize).collect(),
+        None => said.iter().map(|[lowest]| *lowest as usize).collect(),
     };
     let threads = match std::env::var_os("RAYON_NUM_THREADS") {
         // It is each process's own.
@@ -189,27 +182,10 @@ fn begin(config: &MpiConfig) -> Result<(Context, Arc<Group>, usize)> {
     {
         tracing::warn!("{warning}");
     }
-    let native = (is_native == 1).then(|| NativeGroup::world(&mpi));
-    let world = Group::world(world_rank, &host_of, native.transpose()?);
+    let world = Group::world(world_rank, &host_of);
     let shared = Shared::new((world_rank, world_size), config.deadline, mpi.max_tag()?);
     let shared = Arc::new(shared);
     Ok((Context { mpi, shared }, Arc::new(world), threads))
-}
-
-/// An error if the ranks, which say their host and whether MPI adds, disagree about that.
-fn check_reductions(said: &[[u64; 2]]) -> Result<()> {
-    let name = |[_, is_native]: [u64; 2]| match is_native {
-        0 => MpiReduction::Exact,
-        _ => MpiReduction::Native,
-    };
-    let Some(other) = said.iter().position(|other| other[1] != said[0][1]) else {
-        return Ok(());
-    };
-    let (first, second) = (name(said[0]), name(said[other]));
-    Err(Error::Argument(format!(
-        "ranks disagree about who adds over MPI: {first} on rank 0, {second} on rank {other}\n\
-         hint: give all ranks the same flags (--mpi-reduction)"
-    )))
 }
 
 /// Does the work of MPI's thread, and ends MPI; with it all ranks, if this one fails.

@@ -1,7 +1,6 @@
 //! The calls to MPI that set up and end: safe functions over the C interface.
 //!
-//! MPI happens on one thread, the one that holds [`Mpi`], which cannot be sent to another; splits of MPI's own groups, for
-//! [`native`](super::native) sums, on one of their own.
+//! MPI happens on one thread, the one that holds [`Mpi`], which cannot be sent to another.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_int};
@@ -11,7 +10,7 @@ use std::ptr::null_mut;
 use mpi::ffi;
 
 use super::Result;
-use crate::{Error, MpiReduction};
+use crate::Error;
 
 /// MPI, initialised on this thread.
 pub(super) struct Mpi {
@@ -50,8 +49,8 @@ impl Mpi {
     /// Initialises MPI. Errors return from here on, where MPI's default is to end the process.
     ///
     /// # Errors
-    /// MPI has been initialised before, or cannot be; it adds by itself, and this MPI cannot be called from several threads.
-    pub fn init(reduction: MpiReduction) -> Result<Self> {
+    /// MPI has been initialised before, or cannot be, or was built without threads.
+    pub fn init() -> Result<Self> {
         let mut initialized = 0;
         // SAFETY: MPI_Initialized may be called at any time; the pointer is valid for the call.
         let code = unsafe { ffi::MPI_Initialized(&mut initialized) };
@@ -66,28 +65,18 @@ impl Mpi {
         let mut provided = 0;
         // SAFETY: MPI allows null for both arguments of main; `provided` is valid for the call. The constants are
         // initialised C data.
-        let (code, needed, name) = unsafe {
-            let (wanted, needed, name) = match reduction {
-                // Serialized, so that a program may call MPI itself while nothing of this library's is under way.
-                MpiReduction::Exact => (
-                    ffi::RSMPI_THREAD_SERIALIZED,
-                    ffi::RSMPI_THREAD_FUNNELED,
-                    "MPI_THREAD_FUNNELED), which communication in the background needs",
-                ),
-                MpiReduction::Native => (
-                    ffi::RSMPI_THREAD_MULTIPLE,
-                    ffi::RSMPI_THREAD_MULTIPLE,
-                    "MPI_THREAD_MULTIPLE), which groups that add by MPI need\nhint: leave --mpi-reduction at exact",
-                ),
-            };
+        let (code, needed) = unsafe {
+            // Serialized, so that a program may call MPI itself while nothing of this library's is under way.
+            let wanted = ffi::RSMPI_THREAD_SERIALIZED;
             let code = ffi::MPI_Init_thread(null_mut(), null_mut(), wanted, &mut provided);
-            (code, needed, name)
+            (code, ffi::RSMPI_THREAD_FUNNELED)
         };
         check("MPI_Init_thread", code)?;
         if provided < needed {
-            return Err(Error::Backend(format!(
-                "this MPI was built without threads ({name}"
-            )));
+            return Err(Error::Backend(
+                "this MPI was built without threads (MPI_THREAD_FUNNELED), which communication in the background needs"
+                    .into(),
+            ));
         }
         // SAFETY: MPI is initialised, and the constants are initialised C data. Copies inherit the error handler.
         let (code, world) = unsafe {

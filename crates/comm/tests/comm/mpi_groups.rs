@@ -1,12 +1,9 @@
-//! Groups over MPI: they are split off while others are, and may add by MPI's own reductions.
+//! Groups over MPI: they are split off while others are, and several of their sums are under way.
 
-use candle_comm::{MpiConfig, MpiReduction, ProcessGroup, ReduceOp};
+use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::mpirun::{config, output_with, run, run_adding, said};
-use crate::reference::{DTYPES, Random};
-
-const NATIVE: MpiReduction = MpiReduction::Native;
+use crate::mpirun::run;
 
 /// Two threads of each rank split two groups at once, in either order, and use what they got in between.
 fn split_from_two_threads(world: &ProcessGroup) -> Result<()> {
@@ -41,12 +38,6 @@ fn two_threads_split_two_groups_at_once() {
     run(test, 4, |world| split_from_two_threads(&world));
 }
 
-#[test]
-fn two_threads_split_two_groups_that_add_by_mpi() {
-    let test = "mpi_groups::two_threads_split_two_groups_that_add_by_mpi";
-    run_adding(test, 4, NATIVE, |world| split_from_two_threads(&world));
-}
-
 /// Those that need it are told which rank it is; the groups without it go on.
 #[test]
 fn a_rank_that_is_gone_before_a_split_is_named() {
@@ -73,69 +64,11 @@ fn a_rank_that_is_gone_before_a_split_is_named() {
     });
 }
 
-/// Whole numbers below 16, whose sums have no rounding but that to bf16 or f16.
-fn whole(world: &ProcessGroup, rows: usize, dtype: DType) -> Result<Tensor> {
-    let mut random = Random::new(7 + world.rank() as u64);
-    let values: Vec<f32> = (0..rows * 3).map(|_| (random.next() % 16) as f32).collect();
-    Tensor::from_vec(values, (rows, 3), &Device::Cpu)?.to_dtype(dtype)
-}
-
-fn same(got: &Tensor, expected: &Tensor) -> Result<()> {
-    assert_eq!(
-        (got.dims(), got.dtype()),
-        (expected.dims(), expected.dtype())
-    );
-    let [got, expected] =
-        [got, expected].map(|xs| xs.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>());
-    assert!(got? == expected?, "sums differ");
-    Ok(())
-}
-
-/// The sum of all ranks' tensors, from what they are.
-fn summed(world: &ProcessGroup, xs: &Tensor) -> Result<Tensor> {
-    let all = world.all_gather(&xs.to_dtype(DType::F64)?.unsqueeze(0)?, 0)?;
-    all.sum(0)?.to_dtype(xs.dtype())
-}
-
+/// Several are under way, on two groups, waited for in another order on each rank, and some are given up.
 #[test]
-fn sums_by_mpi_are_those_of_the_ranks() {
-    let test = "mpi_groups::sums_by_mpi_are_those_of_the_ranks";
-    run_adding(test, 4, NATIVE, |world| {
-        let n = world.world_size();
-        let pairs = world.split(world.rank() % 2, 0)?;
-        let halves = Tensor::ones(5000, DType::BF16, &Device::Cpu)?;
-        pairs.all_reduce(&halves, ReduceOp::Sum)?;
-        let (bytes, sent_as_f32) = (pairs.counters().total().bytes, 4 * 5000);
-        assert_eq!(bytes, sent_as_f32);
-        for dtype in DTYPES {
-            for rows in [n, n * 301, n * 5003] {
-                let xs = whole(&world, rows, dtype)?;
-                for group in [&world, &pairs] {
-                    let expected = summed(group, &xs)?;
-                    same(&group.all_reduce(&xs, ReduceOp::Sum)?, &expected)?;
-                    let slice = rows / group.world_size();
-                    let mine = expected.narrow(0, group.rank() * slice, slice)?;
-                    same(&group.reduce_scatter(&xs, ReduceOp::Sum, 0)?, &mine)?;
-                    let place = xs.copy()?;
-                    let pending = group.start_reduce_scatter_in_place(&place, ReduceOp::Sum)?;
-                    same(&pending.wait()?, &mine)?;
-                    let place = xs.copy()?;
-                    group
-                        .start_all_reduce_in_place(&place, ReduceOp::Sum)?
-                        .wait()?;
-                    same(&place, &expected)?;
-                }
-            }
-        }
-        Ok(())
-    });
-}
-
-/// Large ones are cut; several are under way, on two groups, waited for in another order on each rank, and some are given up.
-#[test]
-fn several_sums_by_mpi_are_under_way() {
-    let test = "mpi_groups::several_sums_by_mpi_are_under_way";
-    run_adding(test, 3, NATIVE, |world| {
+fn several_sums_are_under_way() {
+    let test = "mpi_groups::several_sums_are_under_way";
+    run(test, 3, |world| {
         let other = world.split(0, 0)?;
         let large = Tensor::ones(17 << 20, DType::F32, &Device::Cpu)?;
         let mut pending = vec![(3.0, world.start_all_reduce(&large, ReduceOp::Sum)?)];
@@ -158,41 +91,4 @@ fn several_sums_by_mpi_are_under_way() {
         }
         Ok(())
     });
-}
-
-/// Largest values are ours, with their NaN.
-#[test]
-fn largest_values_are_not_left_to_mpi() {
-    run_adding(
-        "mpi_groups::largest_values_are_not_left_to_mpi",
-        2,
-        NATIVE,
-        |world| {
-            let value = [1.0, f32::NAN][world.rank()];
-            let xs = Tensor::full(value, 5000, &Device::Cpu)?;
-            let largest = world.all_reduce(&xs, ReduceOp::Max)?.to_vec1::<f32>()?;
-            assert!(largest.iter().all(|x| x.is_nan()));
-            Ok(())
-        },
-    );
-}
-
-#[test]
-fn ranks_that_disagree_about_who_adds_are_told() {
-    let is_first = std::env::var("OMPI_COMM_WORLD_RANK").is_ok_and(|rank| rank == "0");
-    let config = MpiConfig {
-        reduction: if is_first {
-            MpiReduction::Exact
-        } else {
-            NATIVE
-        },
-        ..config()
-    };
-    let test = "mpi_groups::ranks_that_disagree_about_who_adds_are_told";
-    if let Some(output) = output_with(test, 3, config, |world| world.barrier()) {
-        let said = said(&output);
-        assert!(!output.status.success(), "{said}");
-        let words = "ranks disagree about who adds over MPI: exact on rank 0, native on rank 1";
-        assert!(said.contains(words), "{said}");
-    }
 }

@@ -4,7 +4,7 @@ use std::env;
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use candle_comm::{MpiConfig, MpiReduction, ProcessGroup, launch};
+use candle_comm::{MpiConfig, ProcessGroup, launch};
 use candle_core::Result;
 
 use crate::conformance::Launch;
@@ -144,20 +144,6 @@ pub fn run_on_hosts(
 ) {
     let config = MpiConfig {
         ranks_per_host: Some(ranks_per_host),
-        ..config()
-    };
-    run_with(test, num_ranks, config, rank_main);
-}
-
-/// As [`run`], with sums made like this.
-pub fn run_adding(
-    test: &str,
-    num_ranks: usize,
-    reduction: MpiReduction,
-    rank_main: impl FnOnce(ProcessGroup) -> Result<()> + Send,
-) {
-    let config = MpiConfig {
-        reduction,
         ..config()
     };
     run_with(test, num_ranks, config, rank_main);

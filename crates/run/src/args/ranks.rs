@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use candle_comm::{Backend, Degrees, HalfSums, MpiReduction, RankEnv, RunConfig};
+use candle_comm::{Backend, Degrees, HalfSums, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_launch::StartedBy;
 use candle_ops::{DeviceChoice, GpuSettings, MatmulPrecision, ProductChoice};
@@ -39,11 +39,6 @@ pub struct RankArgs {
     #[arg(long, default_value_t = HalfSums::F32, value_name = "PRECISION")]
     #[serde(serialize_with = "text")]
     pub half_sums: HalfSums,
-    /// Who adds large tensors over mpi: exact, we do, and any layout of ranks on hosts gives the bits of threads; or native, MPI does,
-    /// in an order of its own: the bits differ between layouts and versions of MPI, and bf16 and f16 are sent as f32
-    #[arg(long, default_value_t = MpiReduction::Exact, value_name = "WHO")]
-    #[serde(serialize_with = "text")]
-    pub mpi_reduction: MpiReduction,
     /// On a GPU: the same bits in each run. cuDNN's backward pass of attention then adds in a fixed order, which takes longer and
     /// more memory; everything else always does
     #[arg(long)]
@@ -107,11 +102,6 @@ impl RankArgs {
                 "--half-sums native is given with the backend {backend}, which adds bf16 and f16 in f32 always\nhint: leave it out, or use --backend nccl"
             );
         }
-        if self.mpi_reduction == MpiReduction::Native && backend != Backend::Mpi {
-            bail!(
-                "--mpi-reduction native is given with the backend {backend}, which does not add by MPI\nhint: leave it out, or use --backend mpi"
-            );
-        }
         let config = RunConfig::new(backend, env, degrees, devices)?;
         // A rank that has its process for itself may allocate and free on all of its threads.
         count_memory_with(match (backend, degrees.world_size()) {
@@ -123,7 +113,6 @@ impl RankArgs {
             rank_timeout: Duration::from_secs(self.rank_timeout),
             check_collectives: self.check_collectives,
             half_sums: self.half_sums,
-            mpi_reduction: self.mpi_reduction,
             ..config
         })
     }
@@ -173,12 +162,9 @@ impl RankArgs {
                 "--device {device} is given beside --strategy parameter-server, which works on the CPU\nhint: --device cpu"
             );
         }
-        if self.check_collectives
-            || self.half_sums == HalfSums::Native
-            || self.mpi_reduction == MpiReduction::Native
-        {
+        if self.check_collectives || self.half_sums == HalfSums::Native {
             bail!(
-                "--check-collectives, --half-sums or --mpi-reduction is given beside --strategy parameter-server, and is about collectives \
+                "--check-collectives or --half-sums is given beside --strategy parameter-server, and is about collectives \
                  of the backends mpi and nccl\nhint: leave it out"
             );
         }
