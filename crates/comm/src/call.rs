@@ -13,7 +13,7 @@ use crate::scope::InScope;
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub operation: Operation,
-    /// Of the tensors that it takes.
+    /// Of the tensors that it takes, as far as ranks must agree on them.
     pub kinds: Vec<(DType, Shape)>,
     pub site: &'static Location<'static>,
     /// The group's world ranks, by group rank.
@@ -33,7 +33,8 @@ impl Call {
         members: &Arc<[usize]>,
         seq: Option<u64>,
     ) -> Self {
-        let kinds = xs.iter().map(|xs| (xs.dtype(), xs.shape().clone()));
+        let kinds = xs.iter();
+        let kinds = kinds.map(|xs| (xs.dtype(), operation.shape_of_all(xs.shape())));
         Self {
             operation: operation.clone(),
             kinds: kinds.collect(),
@@ -42,6 +43,15 @@ impl Call {
             scope: seq.and_then(|_| InScope::next(members)),
             seq,
         }
+    }
+
+    /// The dims of what a collective gives a rank of the group.
+    pub fn output_dims(&self, rank: usize) -> Vec<usize> {
+        let shape = self.kinds.first().map(|(_, shape)| shape);
+        let num_ranks = self.members.len();
+        shape.map_or(Vec::new(), |shape| {
+            self.operation.output_dims(shape, num_ranks, rank)
+        })
     }
 
     /// Whether two ranks called the same operation on the same kind of tensor for the same part of their work, wherever they did.

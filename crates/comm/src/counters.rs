@@ -21,12 +21,14 @@ pub struct OpCount {
 /// | `all_reduce` | `2 (N-1)/N *` size |
 /// | `all_gather`, `all_gather_bytes` | `(N-1)/N *` output size |
 /// | `reduce_scatter` | `(N-1)/N *` input size |
-/// | `broadcast`, `all_to_all` | `(N-1)/N *` size |
+/// | `broadcast`, `all_to_all`, `reduce` | `(N-1)/N *` size |
+/// | `scatter` | on the root what the others get, on them 0 |
+/// | `gather` | on the root 0, on the others their size |
 /// | `batch_send_recv` | the size of the sends |
 /// | `barrier` | 0 |
 ///
 /// Sizes are those of the values on their way. Threads and MPI send them as they are (between hosts MPI may send f32). NCCL sends bf16 and f16 as f32
-/// unless their sums are [`HalfSums::Native`](crate::HalfSums), and with each value of a maximum of floats a byte that says whether it is NaN.
+/// unless their sums are [`HalfSums::Native`](crate::HalfSums), and with each value of a maximum or minimum of floats a byte that says whether it is NaN.
 ///
 /// A group of one counts nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -19,11 +19,15 @@ pub(crate) trait Element: WithDType {
     fn widen(self) -> Self::Acc;
     fn round(acc: Self::Acc) -> Self;
     fn plus(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    fn times(a: Self::Acc, b: Self::Acc) -> Self::Acc;
     fn larger(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    fn smaller(a: Self::Acc, b: Self::Acc) -> Self::Acc;
+    /// A sum of so many values, divided by their number; of integers [none](check_reduces).
+    fn average(sum: Self::Acc, count: usize) -> Self::Acc;
 }
 
 macro_rules! element {
-    ($ty:ty, $variant:ident, $acc:ty, $zeros:expr, $widen:expr, $round:expr, $sum:expr, $max:expr) => {
+    ($ty:ty, $variant:ident, $acc:ty, $zeros:expr, $widen:expr, $round:expr, $sum:expr, $prod:expr, $max:expr, $min:expr, $avg:expr) => {
         impl Element for $ty {
             type Acc = $acc;
             fn zeros(len: usize) -> Vec<Self> {
@@ -48,35 +52,72 @@ macro_rules! element {
                 $sum(a, b)
             }
             #[inline(always)]
+            fn times(a: $acc, b: $acc) -> $acc {
+                $prod(a, b)
+            }
+            #[inline(always)]
             fn larger(a: $acc, b: $acc) -> $acc {
                 $max(a, b)
+            }
+            #[inline(always)]
+            fn smaller(a: $acc, b: $acc) -> $acc {
+                $min(a, b)
+            }
+            #[inline(always)]
+            fn average(sum: $acc, count: usize) -> $acc {
+                $avg(sum, count)
             }
         }
     };
     (float $ty:ident $variant:ident) => {
-        element!($ty, $variant, $ty, |len| vec![0.0; len], |x| x, |x| x, |a, b| a + b, max_or_nan!($ty));
+        element!(arithmetic $ty, $variant, $ty, |len| vec![0.0; len], |x| x, |x| x);
     };
     (half $ty:ident $variant:ident) => {
         element!(
-            $ty,
+            arithmetic $ty,
             $variant,
             f32,
             |len| vec![0u16; len].reinterpret_into::<$ty>(),
             $ty::to_f32,
-            $ty::from_f32,
+            $ty::from_f32
+        );
+    };
+    (arithmetic $ty:ty, $variant:ident, $acc:ident, $zeros:expr, $widen:expr, $round:expr) => {
+        element!(
+            $ty,
+            $variant,
+            $acc,
+            $zeros,
+            $widen,
+            $round,
             |a, b| a + b,
-            max_or_nan!(f32)
+            |a, b| a * b,
+            first_or_nan!($acc, >),
+            first_or_nan!($acc, <),
+            |sum, count| sum / count as $acc
         );
     };
     (integer $($ty:ident $variant:ident),*) => {
-        $(element!($ty, $variant, $ty, |len| vec![0; len], |x| x, |x| x, $ty::wrapping_add, Ord::max);)*
+        $(element!(
+            $ty,
+            $variant,
+            $ty,
+            |len| vec![0; len],
+            |x| x,
+            |x| x,
+            $ty::wrapping_add,
+            $ty::wrapping_mul,
+            Ord::max,
+            Ord::min,
+            |sum, _| sum
+        );)*
     };
 }
 
-/// `f32::max` would drop a NaN, and a NaN on one rank must be seen by all.
-macro_rules! max_or_nan {
-    ($ty:ident) => {
-        |a: $ty, b: $ty| if a > b || a.is_nan() { a } else { b }
+/// `f32::max` and `min` would drop a NaN, and a NaN on one rank must be seen by all.
+macro_rules! first_or_nan {
+    ($ty:ident, $compare:tt) => {
+        |a: $ty, b: $ty| if a $compare b || a.is_nan() { a } else { b }
     };
 }
 
@@ -155,8 +196,15 @@ pub(crate) fn accumulated(dtype: DType) -> DType {
     }
 }
 
-/// An error unless there are kernels that reduce `dtype` on `device`, if that is what `operation` does.
+/// An error unless `dtype` can be reduced on `device`, if that is what `operation` does.
 pub(crate) fn check_reduces(operation: &Operation, dtype: DType, device: &Device) -> Result<()> {
+    if operation.reduce_op() == Some(ReduceOp::Avg) && dtype.is_int() {
+        return Err(Error::Argument(format!(
+            "{operation} of {}: an average of integers is none\nhint: take the sum, or averages of f32 or f64",
+            dtype.as_str()
+        ))
+        .into());
+    }
     if operation.reduce_op().is_some()
         && !device.is_cpu()
         && matches!(dtype, DType::I16 | DType::I32)
@@ -171,19 +219,26 @@ pub(crate) fn check_reduces(operation: &Operation, dtype: DType, device: &Device
     Ok(())
 }
 
+/// Sums on a GPU divided by the number of summands, as on the CPU: `Tensor / f64` would multiply by a rounded reciprocal.
+#[cfg(feature = "cuda")]
+pub(crate) fn divide(xs: &Tensor, count: usize) -> Result<Tensor> {
+    let count = Tensor::new(count as f64, &Device::Cpu)?.to_dtype(xs.dtype())?;
+    xs.broadcast_div(&count.to_device(xs.device())?)
+}
+
 /// What `read` makes of `len` elements of the contiguous `xs`, from element `first` on.
 pub(crate) fn read<T: Element, R>(
     xs: &Tensor,
     part: (usize, usize),
     read: impl FnOnce(&[T]) -> R,
 ) -> Result<R> {
-    read_all([xs], part, |all| read(all[0]))
+    read_all([xs], Some(part), |all| read(all[0]))
 }
 
-/// What `read` makes of `len` elements of each of these contiguous tensors, from element `first` on.
+/// What `read` makes of `len` elements of each of these contiguous tensors, from element `first` on; of all of each if there is no `part`.
 pub(crate) fn read_all<'a, T: Element, R>(
     tensors: impl IntoIterator<Item = &'a Tensor>,
-    (first, len): (usize, usize),
+    part: Option<(usize, usize)>,
     read: impl FnOnce(&[&[T]]) -> R,
 ) -> Result<R> {
     let tensors = tensors.into_iter();
@@ -195,6 +250,7 @@ pub(crate) fn read_all<'a, T: Element, R>(
         let Some((start, end)) = layout.contiguous_offsets() else {
             bail!("a tensor is not contiguous");
         };
+        let (first, len) = part.unwrap_or((0, end - start));
         match storage.as_slice::<T>()?[start..end].get(first..first + len) {
             Some(elements) => Ok(elements),
             None => bail!("a tensor is shorter than its shape"),
@@ -238,7 +294,7 @@ impl<T: Element> InplaceOp1 for Write<'_, T> {
 pub fn sum_in_order(tensors: &[Tensor]) -> Result<Tensor> {
     fn sum<T: Element>(first: &Tensor, tensors: &[Tensor]) -> Result<Tensor> {
         let mut sum = T::zeros(first.elem_count());
-        read_all(tensors, (0, sum.len()), |sources: &[&[T]]| {
+        read_all(tensors, None, |sources: &[&[T]]| {
             let terms = pairwise::of_all(sources.iter().copied());
             pairwise::reduce(ReduceOp::Sum, &terms, &mut [&mut sum]);
         })?;

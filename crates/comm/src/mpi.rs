@@ -5,18 +5,17 @@
 //!
 //! ```text
 //! communicator -> engine -> collective -> meeting             first messages: do all ranks call the same?
-//!                        |             -> movement -> chunk   data of large collectives
+//!                        |             -> movement -> route   data of large collectives
 //!                        -> channels                          messages between two ranks
 //! ```
 //! MPI reduces in whatever order it likes, so it only moves bytes here. Reductions are those of the local backend, in the same order, with the
-//! same bits; [`chunk`] says which rank makes which part, so that no host's card carries more than it has to.
+//! same bits; [`route`] says which rank makes which part, so that no host's card carries more than it has to.
 //!
 //! Memory that MPI works on is owned by the call ([`transfer`]), and given back when it is complete.
 //! All groups share one communicator of MPI ([`group`]). Messages are bytes: the hosts must have the same byte order.
 
 mod buffer;
 mod channels;
-mod chunk;
 mod collective;
 mod communicator;
 mod context;
@@ -28,8 +27,10 @@ mod in_flight;
 mod meeting;
 mod movement;
 mod pause;
+mod route;
 mod run;
 mod shutdown;
+mod step;
 mod sys;
 mod transfer;
 

@@ -12,21 +12,31 @@ use crate::Error;
 pub enum ReduceOp {
     /// The sum. bf16 and f16 are accumulated in f32 and rounded once, but with [`HalfSums::Native`](crate::HalfSums); integers wrap.
     Sum,
+    /// The sum, divided by the number of ranks before it is rounded. Not of integers.
+    Avg,
     /// The largest value. A NaN on any rank gives NaN.
     Max,
+    /// The smallest value. A NaN on any rank gives NaN.
+    Min,
+    /// The product. bf16 and f16 are multiplied in f32 and rounded once; integers wrap.
+    Prod,
 }
 
 impl std::fmt::Display for ReduceOp {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Sum => "sum",
+            Self::Avg => "avg",
             Self::Max => "max",
+            Self::Min => "min",
+            Self::Prod => "prod",
         })
     }
 }
 
 /// What the ranks of a group do together. `N` is their number; all but messages act on dim 0 of one tensor for each rank, of
-/// the same shape and dtype on all, and give one.
+/// the same shape and dtype on all, and give one. Of what has `sizes`, a number of rows for each rank, dim 0 is that of all rows together
+/// when ranks compare what they call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Operation {
     /// `(n, ..) -> (n, ..)`: the elementwise reduction over the ranks, on every rank.
@@ -42,6 +52,27 @@ pub enum Operation {
     },
     /// `(N * n, ..) -> (N * n, ..)`: slice `j` goes to rank `j`; what came from rank `i` is slice `i`.
     AllToAll,
+    /// `(n, ..) -> (n, ..)`: the elementwise reduction over the ranks, on the root; nothing on the others.
+    Reduce {
+        /// How values are combined.
+        op: ReduceOp,
+        /// The rank, in the group, that gets it.
+        root: usize,
+    },
+    /// `(sizes[0] + sizes[1] + .., ..) -> (sizes[rank], ..)`: the root's rows, to each rank its own. The tensors of the others have no rows.
+    Scatter {
+        /// The rank, in the group, whose rows they are.
+        root: usize,
+        /// Rows of each rank.
+        sizes: Arc<[usize]>,
+    },
+    /// `(sizes[rank], ..) -> (sizes[0] + sizes[1] + .., ..)`: the ranks' tensors one after the other, on the root; nothing on the others.
+    Gather {
+        /// The rank, in the group, that gets them.
+        root: usize,
+        /// Rows of each rank.
+        sizes: Arc<[usize]>,
+    },
     /// Complete once every rank of the group has started it. Its tensor has no elements.
     Barrier,
     /// An [`AllGather`](Self::AllGather) of what ranks say before they split the group.
@@ -93,6 +124,9 @@ impl Operation {
             Self::ReduceScatter(_) => "reduce_scatter",
             Self::Broadcast { .. } => "broadcast",
             Self::AllToAll => "all_to_all",
+            Self::Reduce { .. } => "reduce",
+            Self::Scatter { .. } => "scatter",
+            Self::Gather { .. } => "gather",
             Self::Barrier => "barrier",
             Self::Split => "split",
             Self::Messages { name, .. } => name,
@@ -102,7 +136,7 @@ impl Operation {
     /// How it combines values, if it does.
     pub fn reduce_op(&self) -> Option<ReduceOp> {
         match self {
-            Self::AllReduce(op) | Self::ReduceScatter(op) => Some(*op),
+            Self::AllReduce(op) | Self::ReduceScatter(op) | Self::Reduce { op, .. } => Some(*op),
             _ => None,
         }
     }
@@ -133,15 +167,52 @@ impl Operation {
         }
     }
 
-    /// The dims of what it gives for a tensor of `shape` on each of `world_size` ranks.
-    pub fn output_dims(&self, shape: &Shape, world_size: usize) -> Vec<usize> {
+    /// On a tensor of what shape ranks must agree for one of them to bring one of `shape`: with all rows if each brings some.
+    pub(crate) fn shape_of_all(&self, shape: &Shape) -> Shape {
         let mut dims = shape.dims().to_vec();
-        match (self, dims.first_mut()) {
-            (Self::AllGather | Self::Split, Some(dim)) => *dim *= world_size,
-            (Self::ReduceScatter(_), Some(dim)) => *dim /= world_size,
-            _ => {}
+        if let (Self::Scatter { sizes, .. } | Self::Gather { sizes, .. }, Some(dim)) =
+            (self, dims.first_mut())
+        {
+            *dim = sizes.iter().sum();
         }
-        dims
+        dims.into()
+    }
+
+    /// The dims of what it brings to, and gives, `rank` of `world_size` ranks that agree on `shape`.
+    fn dims_of(&self, shape: &Shape, world_size: usize, rank: usize) -> [Vec<usize>; 2] {
+        let with_rows = |num_rows: usize| {
+            let mut dims = shape.dims().to_vec();
+            if let Some(dim) = dims.first_mut() {
+                *dim = num_rows;
+            }
+            dims
+        };
+        let (all, num_rows) = (
+            shape.dims().to_vec(),
+            shape.dims().first().copied().unwrap_or(1),
+        );
+        let if_root = |root: usize, dims| if rank == root { dims } else { with_rows(0) };
+        match self {
+            Self::AllGather | Self::Split => [all, with_rows(num_rows * world_size)],
+            Self::ReduceScatter(_) => [all, with_rows(num_rows / world_size)],
+            Self::Reduce { root, .. } if rank != *root => [all, vec![0]],
+            Self::Scatter { root, sizes } => [if_root(*root, all), with_rows(sizes[rank])],
+            Self::Gather { root, sizes } => [with_rows(sizes[rank]), if_root(*root, all)],
+            _ => [all.clone(), all],
+        }
+    }
+
+    /// The number of elements that `rank` of `world_size` ranks, which agree on `shape`, brings to it.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn input_len(&self, shape: &Shape, world_size: usize, rank: usize) -> usize {
+        let [input, _] = self.dims_of(shape, world_size, rank);
+        input.iter().product()
+    }
+
+    /// The dims of what it gives `rank` of `world_size` ranks, which agree on a tensor of `shape`.
+    pub fn output_dims(&self, shape: &Shape, world_size: usize, rank: usize) -> Vec<usize> {
+        let [_, output] = self.dims_of(shape, world_size, rank);
+        output
     }
 }
 
@@ -151,6 +222,10 @@ impl std::fmt::Display for Operation {
         match self {
             Self::AllReduce(op) | Self::ReduceScatter(op) => write!(f, "{name}({op})"),
             Self::Broadcast { root } => write!(f, "{name}(root {root})"),
+            Self::Reduce { op, root } => write!(f, "{name}({op}, root {root})"),
+            Self::Scatter { root, sizes } | Self::Gather { root, sizes } => {
+                write!(f, "{name}(root {root}, sizes {sizes:?})")
+            }
             _ => f.write_str(name),
         }
     }

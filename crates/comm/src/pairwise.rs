@@ -65,15 +65,21 @@ pub(crate) fn are_halves(left: &Range<usize>, right: &Range<usize>, world_size: 
         && right.end == world_size.min(left.start + block)
 }
 
-/// Whether these ranks of `0..world_size`, which ascend, are a block.
+/// The largest blocks that these ranks of `0..world_size`, which ascend, make up.
 #[cfg(feature = "mpi")]
-pub(crate) fn is_block(ranks: &[usize], world_size: usize) -> bool {
-    let (Some(first), Some(last)) = (ranks.first(), ranks.last()) else {
-        return false;
-    };
-    let is_whole = ranks.len().is_power_of_two() || last + 1 == world_size;
-    let is_aligned = first.is_multiple_of(ranks.len().next_power_of_two());
-    last - first + 1 == ranks.len() && is_aligned && is_whole
+pub(crate) fn blocks(ranks: &[usize], world_size: usize) -> Vec<Range<usize>> {
+    let mut blocks: Vec<Range<usize>> = Vec::new();
+    for rank in ranks {
+        blocks.push(*rank..rank + 1);
+        while let [.., left, right] = &blocks[..]
+            && are_halves(left, right, world_size)
+        {
+            let both = left.start..right.end;
+            blocks.truncate(blocks.len() - 2);
+            blocks.push(both);
+        }
+    }
+    blocks
 }
 
 /// Reduces the inputs of all ranks, or blocks of them, into every destination. All have the same length, and the terms are
@@ -90,13 +96,18 @@ pub(crate) fn reduce<T: Element>(
         destination.len(),
         terms.last().map_or(0, |term| term.ranks.end),
     );
-    for_each_range(op, terms, world_size, len, |range, values| {
+    for_each_block(op, terms, world_size, len, |range, _, values| {
         let place = &mut destination[range.clone()];
         match values {
             Values::Input(values) => place.copy_from_slice(values),
             Values::Combined(values) => {
                 let pairs = place.iter_mut().zip(values);
-                pairs.for_each(|(y, acc)| *y = T::round(*acc));
+                match op {
+                    ReduceOp::Avg => {
+                        pairs.for_each(|(y, acc)| *y = T::round(T::average(*acc, world_size)))
+                    }
+                    _ => pairs.for_each(|(y, acc)| *y = T::round(*acc)),
+                }
             }
         }
         for copy in &mut *copies {
@@ -111,30 +122,35 @@ pub(crate) fn of_all<'a, T: Element>(inputs: impl Iterator<Item = &'a [T]>) -> V
     terms.map(|(rank, xs)| Term::input(rank, xs)).collect()
 }
 
-/// Reduces the inputs of a block of `world_size` ranks, without rounding the results.
+/// Reduces the inputs of some of `world_size` ranks, in their order, as far as they make up [`blocks`]: their results one after
+/// the other, each of `len` elements.
 #[cfg(feature = "mpi")]
-pub(crate) fn reduce_block<T: Element>(
-    op: ReduceOp,
-    terms: &[Term<'_, T>],
-    world_size: usize,
-    results: &mut [T::Acc],
-) {
-    for_each_range(op, terms, world_size, results.len(), |range, values| {
-        values.widen_into(&mut results[range]);
-    });
-}
-
-/// Calls `take` with what the terms, which make up a block, give when they are combined: a range of elements and its values.
-fn for_each_range<T: Element>(
+pub(crate) fn reduce_blocks<T: Element>(
     op: ReduceOp,
     terms: &[Term<'_, T>],
     world_size: usize,
     len: usize,
-    take: impl FnMut(Range<usize>, Values<'_, T>),
+    results: &mut [T::Acc],
+) {
+    for_each_block(op, terms, world_size, len, |range, index, values| {
+        values.widen_into(&mut results[index * len..][range]);
+    });
+}
+
+/// Calls `take` with what is left when the terms are combined: a range of elements, the index of the result among those for
+/// this range, and its values.
+fn for_each_block<T: Element>(
+    op: ReduceOp,
+    terms: &[Term<'_, T>],
+    world_size: usize,
+    len: usize,
+    take: impl FnMut(Range<usize>, usize, Values<'_, T>),
 ) {
     match op {
-        ReduceOp::Sum => combine_with(T::plus, terms, world_size, len, take),
+        ReduceOp::Sum | ReduceOp::Avg => combine_with(T::plus, terms, world_size, len, take),
+        ReduceOp::Prod => combine_with(T::times, terms, world_size, len, take),
         ReduceOp::Max => combine_with(T::larger, terms, world_size, len, take),
+        ReduceOp::Min => combine_with(T::smaller, terms, world_size, len, take),
     }
 }
 
@@ -144,7 +160,7 @@ fn combine_with<T: Element>(
     terms: &[Term<'_, T>],
     world_size: usize,
     len: usize,
-    mut take: impl FnMut(Range<usize>, Values<'_, T>),
+    mut take: impl FnMut(Range<usize>, usize, Values<'_, T>),
 ) {
     let block = BLOCK.min(len);
     // One for each place on the stack.
@@ -172,9 +188,10 @@ fn combine_with<T: Element>(
                 stack.push((both, None));
             }
         }
-        if let Some((_, values)) = stack.pop() {
-            let values = values.unwrap_or_else(|| Values::Combined(&accs[0][..range.len()]));
-            take(range, values);
+        for (index, (_, values)) in stack.drain(..).enumerate() {
+            let combined = || Values::Combined(&accs[index][..range.len()]);
+            let values = values.unwrap_or_else(combined);
+            take(range.clone(), index, values);
         }
     }
 }
@@ -248,44 +265,60 @@ mod tests {
     #[test]
     #[cfg(feature = "mpi")]
     fn blocks_of_ranks() {
-        assert!(is_block(&[0, 1, 2, 3], 8) && is_block(&[4, 5], 8) && is_block(&[3], 8));
-        assert!(is_block(&[4, 5, 6], 7) && is_block(&[4], 5) && is_block(&[0, 1, 2], 3));
-        assert!(!is_block(&[4, 5, 6], 8) && !is_block(&[1, 2], 8) && !is_block(&[2, 3, 4], 5));
-        assert!(!is_block(&[0, 2], 4) && !is_block(&[], 4));
+        let blocks = |ranks: &[usize], world_size| -> Vec<(usize, usize)> {
+            let blocks = blocks(ranks, world_size).into_iter();
+            blocks.map(|block| (block.start, block.end)).collect()
+        };
+        assert_eq!(blocks(&[0, 1, 2, 3], 8), [(0, 4)]);
+        assert_eq!(blocks(&[3, 4, 5], 6), [(3, 4), (4, 6)]);
+        assert_eq!(blocks(&[4, 5, 6], 7), [(4, 7)]);
+        assert_eq!(blocks(&[4, 5, 6], 8), [(4, 6), (6, 7)]);
+        assert_eq!(blocks(&[1, 2, 5, 7], 8), [(1, 2), (2, 3), (5, 6), (7, 8)]);
+        assert_eq!(blocks(&[4], 5), [(4, 5)]);
     }
 
-    /// Blocks that are combined apart from the others give the same bits.
+    /// Ranks that are combined apart from the others, in whatever groups, give the same bits.
     #[test]
     #[cfg(feature = "mpi")]
     fn sums_of_blocks_give_the_same_bits() {
         let len = BLOCK + 77;
-        for world_size in 1..14usize {
+        for world_size in 1..14 {
             let inputs = inputs(world_size, len);
-            let all = || of_all(inputs.iter().map(Vec::as_slice));
+            let all = of_all(inputs.iter().map(Vec::as_slice));
             let mut expected = vec![0f32; len];
-            reduce(ReduceOp::Sum, &all(), &mut [&mut expected]);
-            for ranks_per_block in [1, 2, 4, 8] {
-                let blocks = (0..world_size).step_by(ranks_per_block);
-                let blocks = blocks.map(|first| first..world_size.min(first + ranks_per_block));
-                let sums = blocks.map(|ranks| {
-                    assert!(is_block(&ranks.clone().collect::<Vec<_>>(), world_size));
-                    let mut sum = vec![0f32; len];
-                    let here = &all()[ranks.clone()];
-                    reduce_block(ReduceOp::Sum, here, world_size, &mut sum);
-                    (ranks, sum)
-                });
-                let sums: Vec<_> = sums.collect();
-                let terms = sums.iter().map(|(ranks, sum)| Term {
-                    ranks: ranks.clone(),
-                    values: Values::Combined(sum),
-                });
-                let terms: Vec<Term<f32>> = terms.collect();
-                let mut got = vec![0f32; len];
-                reduce(ReduceOp::Sum, &terms, &mut [&mut got]);
-                assert!(
-                    got == expected,
-                    "{world_size} ranks, {ranks_per_block} together"
-                );
+            reduce(ReduceOp::Sum, &all, &mut [&mut expected]);
+            for num_hosts in 1..=world_size {
+                for host_of in [
+                    |rank: usize, num_hosts: usize, n: usize| rank * num_hosts / n,
+                    |rank: usize, num_hosts: usize, _: usize| (rank * rank) % num_hosts,
+                ] {
+                    let mut sums = Vec::new();
+                    for host in 0..num_hosts {
+                        let ranks: Vec<usize> = (0..world_size)
+                            .filter(|rank| host_of(*rank, num_hosts, world_size) == host)
+                            .collect();
+                        let here: Vec<Term<f32>> = ranks
+                            .iter()
+                            .map(|rank| Term::input(*rank, &inputs[*rank]))
+                            .collect();
+                        let blocks = blocks(&ranks, world_size);
+                        let mut results = vec![0f32; blocks.len() * len];
+                        reduce_blocks(ReduceOp::Sum, &here, world_size, len, &mut results);
+                        sums.push((blocks, results));
+                    }
+                    let mut terms: Vec<Term<f32>> = Vec::new();
+                    for (blocks, results) in &sums {
+                        let parts = blocks.iter().zip(results.chunks(len));
+                        terms.extend(parts.map(|(ranks, values)| Term {
+                            ranks: ranks.clone(),
+                            values: Values::Combined(values),
+                        }));
+                    }
+                    terms.sort_by_key(|term| term.ranks.start);
+                    let mut got = vec![0f32; len];
+                    reduce(ReduceOp::Sum, &terms, &mut [&mut got]);
+                    assert!(got == expected, "{world_size} ranks on {num_hosts} hosts");
+                }
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Every collective as a list of pieces: ranges of inputs to reduce, and where the result goes.
 //!
-//! `i` and `j` are ranks, `[k]` is the k-th of `world_size` parts:
+//! `i` and `j` are ranks, `[k]` is the k-th of `world_size` parts, which are equal but for scatter and gather:
 //!
 //! | operation | pieces | sources | destinations |
 //! |---|---|---|---|
@@ -9,6 +9,9 @@
 //! | all_gather | for each i | input i | `output[i]` of every rank |
 //! | reduce_scatter | for each i | `input[i]` of every rank | output i |
 //! | all_to_all | for each i, j | `input[j]` of rank i | `output[i]` of rank j |
+//! | reduce | 1 | every input | the root's output |
+//! | scatter | for each j | `input[j]` of the root | output j |
+//! | gather | for each i | input i | `output[i]` of the root |
 
 use candle_core::Shape;
 
@@ -75,37 +78,37 @@ impl Piece {
 
 /// What gives the outputs of a collective.
 pub(crate) struct Plan {
-    /// The shape of each output.
-    pub dims: Vec<usize>,
     /// How sources are combined where there are several.
     pub op: ReduceOp,
-    /// They fill every output from its first element to its last, in this order, without gaps.
+    /// They have elements, and fill every output from its first to its last, in this order, without gaps.
     pub pieces: Vec<Piece>,
 }
 
 impl Plan {
-    /// The plan for one input of this shape for each of `world_size` ranks; if `rank` is given, as far as that rank gives or gets
-    /// something.
+    /// The plan for `world_size` ranks that agree on a tensor of this shape; if `rank` is given, as far as that rank gives or gets something.
     pub fn new(
         operation: &Operation,
         shape: &Shape,
         world_size: usize,
         rank: Option<usize>,
     ) -> Self {
-        let dims = operation.output_dims(shape, world_size);
         let op = operation.reduce_op().unwrap_or(ReduceOp::Sum);
-        let pieces = match dims.iter().product() {
+        let mut pieces = match shape.elem_count() {
             0 => Vec::new(),
             len => pieces(operation, len, world_size, rank),
         };
-        Self { dims, op, pieces }
+        pieces.retain(|piece| piece.len > 0);
+        Self { op, pieces }
     }
 
     /// The output of `rank`, made of the inputs of all ranks.
     pub fn output_of<T: Element>(&self, rank: usize, inputs: &[&[T]]) -> Vec<T> {
-        let mut output = T::zeros(self.len());
-        let pieces = self.pieces.iter();
-        for piece in pieces.filter(|piece| piece.destinations.has(rank)) {
+        let pieces = self
+            .pieces
+            .iter()
+            .filter(|piece| piece.destinations.has(rank));
+        let mut output = T::zeros(pieces.clone().map(|piece| piece.len).sum());
+        for piece in pieces {
             let (from, to) = (piece.sources.first, piece.destinations.first);
             let sources = inputs[piece.sources.ranks(inputs.len())].iter();
             let sources = sources.map(|input| &input[from..from + piece.len]);
@@ -114,14 +117,9 @@ impl Plan {
         }
         output
     }
-
-    /// Elements of each output.
-    pub fn len(&self) -> usize {
-        self.dims.iter().product()
-    }
 }
 
-/// The pieces of a collective whose outputs have `len` elements each; see the table above.
+/// The pieces of a collective of ranks that agree on a tensor of `len` elements; see the table above.
 fn pieces(operation: &Operation, len: usize, world_size: usize, rank: Option<usize>) -> Vec<Piece> {
     let ranks = 0..world_size;
     let part = len / world_size;
@@ -133,10 +131,10 @@ fn pieces(operation: &Operation, len: usize, world_size: usize, rank: Option<usi
     let (one, everywhere) = (Places::one, Places::everywhere);
     match operation {
         Operation::AllGather | Operation::Split => ranks
-            .map(|rank| piece(one(rank, 0), everywhere(rank * part), part))
+            .map(|rank| piece(one(rank, 0), everywhere(rank * len), len))
             .collect(),
         Operation::ReduceScatter(_) => ranks
-            .map(|rank| piece(everywhere(rank * len), one(rank, 0), len))
+            .map(|rank| piece(everywhere(rank * part), one(rank, 0), part))
             .collect(),
         Operation::AllToAll => ranks
             .clone()
@@ -149,6 +147,21 @@ fn pieces(operation: &Operation, len: usize, world_size: usize, rank: Option<usi
             })
             .collect(),
         Operation::Broadcast { root } => vec![piece(one(*root, 0), everywhere(0), len)],
+        Operation::Reduce { root, .. } => vec![piece(everywhere(0), one(*root, 0), len)],
+        Operation::Scatter { root, sizes } | Operation::Gather { root, sizes } => {
+            let row = len / sizes.iter().sum::<usize>().max(1);
+            let mut first = 0;
+            let of_rank = |rank: usize| {
+                let (of_root, own) = (one(*root, first), one(rank, 0));
+                let len = sizes[rank] * row;
+                first += len;
+                match operation {
+                    Operation::Scatter { .. } => piece(of_root, own, len),
+                    _ => piece(own, of_root, len),
+                }
+            };
+            ranks.map(of_rank).collect()
+        }
         _ => vec![piece(everywhere(0), everywhere(0), len)],
     }
 }

@@ -242,6 +242,13 @@ impl ProcessGroup {
             Operation::Messages { .. } => size,
             Operation::AllReduce(_) => 2 * (n - 1) * size / n,
             Operation::AllGather | Operation::Split => (n - 1) * size,
+            Operation::Gather { root, .. } if *root == self.rank() => 0,
+            Operation::Gather { .. } => size,
+            Operation::Scatter { root, sizes } if *root == self.rank() => {
+                let own = sizes[*root] as u128;
+                let all: usize = sizes.iter().sum();
+                size - size * own / (all as u128).max(1)
+            }
             _ => (n - 1) * size / n,
         };
         u64::try_from(bytes).unwrap_or(u64::MAX)
@@ -271,7 +278,6 @@ impl ProcessGroup {
     ) -> Result<Pending<Vec<Tensor>>> {
         for xs in xs {
             element::check(xs, self.members[self.rank()], self.device())?;
-            element::check_reduces(operation, xs.dtype(), self.device())?;
         }
         let seq = match operation {
             Operation::Messages { .. } => None,
@@ -301,6 +307,7 @@ impl ProcessGroup {
         xs: &Tensor,
         place: Option<Tensor>,
     ) -> Result<Pending<Tensor>> {
+        element::check_reduces(&operation, xs.dtype(), self.device())?;
         let has_no_elements = |place: &Tensor| place.elem_count() == 0;
         if self.is_single() || place.as_ref().is_some_and(has_no_elements) {
             return Ok(Pending::ready(place.unwrap_or_else(|| xs.detach())));

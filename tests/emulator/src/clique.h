@@ -20,9 +20,9 @@ namespace emulator {
 // Results of NCCL's functions, of its ncclResult_t.
 enum NcclResult { SUCCESS = 0, CUDA_FAILED, SYSTEM_FAILED, INTERNAL, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_FAILED, IN_PROGRESS };
 
-enum class Kind { AllReduce, AllGather, ReduceScatter, Broadcast, Send, Recv };
+enum class Kind { AllReduce, AllGather, ReduceScatter, Reduce, Broadcast, Send, Recv };
 
-// What one rank asks for, with NCCL's numbers for types and reductions. `peer` is the root of a broadcast.
+// What one rank asks for, with NCCL's numbers for types and reductions. `peer` is the root of a broadcast or a reduction.
 struct Task {
     Kind kind;
     CUdeviceptr send, recv;

@@ -158,7 +158,7 @@ int ask(Task task, void* comm, CUstream stream_handle) {
         return fails(INVALID_USAGE, "a stream that is not of the communicator's GPU");
     }
     size_t num_ranks = rank->clique->ranks.size();
-    if (bytes_of_type(task.type) == 0 || task.peer < 0 || (size_t)task.peer >= num_ranks || (task.op != 0 && task.op != 2)) {
+    if (bytes_of_type(task.type) == 0 || task.peer < 0 || (size_t)task.peer >= num_ranks || task.op < 0 || task.op > 3) {
         return fails(INVALID_ARGUMENT, "a type, reduction or rank that is not there");
     }
     std::pair<CUdeviceptr, size_t> buffers[] = {{task.send, bytes_read(task, num_ranks)}, {task.recv, bytes_written(task, num_ranks)}};
@@ -401,6 +401,10 @@ int ncclAllGather(const void* send, void* recv, size_t count, int type, void* co
 
 int ncclReduceScatter(const void* send, void* recv, size_t count, int type, int op, void* comm, CUstream stream) {
     return ask({Kind::ReduceScatter, address(send), address(recv), count, type, op, 0}, comm, stream);
+}
+
+int ncclReduce(const void* send, void* recv, size_t count, int type, int op, int root, void* comm, CUstream stream) {
+    return ask({Kind::Reduce, address(send), address(recv), count, type, op, root}, comm, stream);
 }
 
 int ncclBroadcast(const void* send, void* recv, size_t count, int type, int root, void* comm, CUstream stream) {

@@ -11,7 +11,7 @@ namespace {
 
 // NCCL's numbers of types and reductions.
 enum DataType { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 };
-constexpr int SUM = 0, MAX = 2;
+constexpr int SUM = 0, PROD = 1, MAX = 2;
 
 struct Brain {
     uint16_t bits;
@@ -30,16 +30,16 @@ struct Brain {
     }
 };
 
-// Sums of half precision are rounded after each rank, and a maximum drops a NaN, as on the GPU.
+// Sums of half precision are rounded after each rank, and a maximum or minimum drops a NaN, as on the GPU.
 template <typename T>
 T combined(int op, T a, T b) {
     if constexpr (std::is_integral_v<T>) {
         using U = std::make_unsigned_t<T>;
-        return op == SUM ? (T)((U)a + (U)b) : a > b ? a : b;
+        return op == SUM ? (T)((U)a + (U)b) : op == PROD ? (T)(U)((uint64_t)(U)a * (U)b) : (op == MAX) == (a > b) ? a : b;
     } else if constexpr (std::is_same_v<T, Brain>) {
         return Brain(combined<float>(op, a, b));
     } else {
-        return op == SUM ? a + b : a != a || b > a ? b : a;
+        return op == SUM ? a + b : op == PROD ? a * b : a != a || (op == MAX ? b > a : b < a) ? b : a;
     }
 }
 
@@ -143,6 +143,9 @@ void perform(const Meeting& meeting) {
     }
     size_t bytes = bytes_written(task, parts.size());
     for (size_t rank = 0; rank < parts.size(); ++rank) {
+        if (task.kind == Kind::Reduce && rank != (size_t)task.peer) {
+            continue;
+        }
         write(parts[rank], all.data() + (task.kind == Kind::ReduceScatter ? rank * bytes : 0), bytes);
     }
 }

@@ -57,7 +57,7 @@ impl LocalCommunicator {
             None if has_failed => self.world.notify(&self.members),
             None => {}
         }
-        let dims = call.operation.output_dims(xs.shape(), self.members.len());
+        let dims = call.output_dims(self.rank);
         let expected = || Adopted::expected(dims.iter().product(), xs.dtype(), xs.device());
         Ok(Pending::from_work(InFlight {
             comm: self.clone(),
@@ -141,7 +141,7 @@ impl Work for InFlight {
 /// on return. With `parallel` on all cores.
 fn run(deposits: &[Deposit], group: &LocalCommunicator, parallel: bool) -> Result<Outputs> {
     let Deposit { call, input, .. } = &deposits[0];
-    let plan = Plan::new(&call.operation, input.shape(), deposits.len(), None);
+    let plan = Plan::new(&call.operation, &call.kinds[0].1, deposits.len(), None);
     match group.device() {
         #[cfg(feature = "cuda")]
         Device::Cuda(_) => cuda::run(plan, deposits, group),

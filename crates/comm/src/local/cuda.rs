@@ -16,7 +16,7 @@ use super::slot::{Deposit, Outputs};
 use crate::ReduceOp;
 use crate::adopted::GivenAway;
 use crate::device::{empty, unwritten};
-use crate::element::with_element;
+use crate::element::{divide, with_element};
 use crate::plan::{Piece, Plan};
 
 /// Elements reduced at a time. candle's kernels count in 32 bits; and sums of this size (16 MiB) stay in the second-level
@@ -27,44 +27,50 @@ const LONGEST: usize = 4 << 20;
 pub(super) fn run(plan: Plan, deposits: &[Deposit], group: &LocalCommunicator) -> Result<Outputs> {
     let devices = group.members.iter().map(|rank| group.world.device(*rank));
     let devices: Vec<&Device> = devices.collect();
-    let (len, dtype) = (plan.len(), deposits[0].input.dtype());
+    let dtype = deposits[0].input.dtype();
     let longest = match plan.pieces.iter().any(|piece| piece.sources.only.is_none()) {
         true => LONGEST,
-        false => len.max(1),
+        false => usize::MAX,
     };
-    let Plan { dims, op, pieces } = plan;
+    let Plan { op, pieces } = plan;
+    let dims = (0..deposits.len()).map(|rank| deposits[rank].call.output_dims(rank));
+    let dims: Vec<Vec<usize>> = dims.collect();
     let inputs = deposits.iter().map(|deposit| deposit.input.flatten_all());
     let inputs = inputs.collect::<Result<Vec<_>>>()?;
-    let mut outputs: Vec<Option<Tensor>> = vec![None; inputs.len()];
+    let outputs = devices.iter().zip(&dims).map(|(device, dims)| Output {
+        device,
+        len: dims.iter().product(),
+        xs: None,
+    });
+    let mut outputs: Vec<Output> = outputs.collect();
     for piece in pieces.into_iter().flat_map(|piece| piece.cut(longest)) {
-        fill(op, piece, &inputs, &devices, len, &mut outputs)?;
+        fill(op, piece, &inputs, &mut outputs)?;
     }
-    let outputs = outputs.into_iter().zip(&devices).zip(deposits);
+    let outputs = outputs.into_iter().zip(dims).zip(deposits);
     outputs
-        .map(|((output, device), deposit)| {
-            let output = match (output, &deposit.place) {
+        .map(|((Output { device, xs, .. }, dims), deposit)| {
+            let output = match (xs, &deposit.place) {
                 (Some(output), Some(place)) => {
                     place.inplace_op1(&CopyOf(&output))?;
                     return Ok(None);
                 }
-                (Some(output), None) => output.reshape(dims.as_slice())?,
-                (None, _) => empty(dims.as_slice(), dtype, device)?,
+                (Some(output), None) => output.reshape(dims)?,
+                (None, _) => empty(dims, dtype, device)?,
             };
             Ok(Some(GivenAway::new(output)))
         })
         .collect()
 }
 
-/// Enqueues the work of one piece, on the device of its first destination, and its result's way to all of them. `len` is
-/// that of an output.
-fn fill(
-    op: ReduceOp,
-    piece: Piece,
-    inputs: &[Tensor],
-    devices: &[&Device],
+/// What a rank gets, flat: nothing before its first piece.
+struct Output<'a> {
+    device: &'a Device,
     len: usize,
-    outputs: &mut [Option<Tensor>],
-) -> Result<()> {
+    xs: Option<Tensor>,
+}
+
+/// Enqueues the work of one piece, on the device of its first destination, and its result's way to all of them.
+fn fill(op: ReduceOp, piece: Piece, inputs: &[Tensor], outputs: &mut [Output]) -> Result<()> {
     let sources = inputs[piece.sources.ranks(inputs.len())].iter();
     let sources = sources
         .map(|input| input.narrow(0, piece.sources.first, piece.len))
@@ -73,20 +79,20 @@ fn fill(
     let result = match &sources[..] {
         [source] => source.clone(),
         _ => {
-            let first = destinations.start;
-            let result = reduce(op, &sources, devices[first])?;
-            if piece.len == len {
+            let first = &mut outputs[destinations.start];
+            let result = reduce(op, &sources, first.device)?;
+            if piece.len == first.len {
                 // It is new and a whole output, and nobody else's.
-                outputs[first] = Some(result.clone());
+                first.xs = Some(result.clone());
                 destinations.start += 1;
             }
             result
         }
     };
-    for output in destinations {
-        let all = match &mut outputs[output] {
+    for Output { device, len, xs } in &mut outputs[destinations] {
+        let all = match xs {
             Some(all) => all,
-            none => none.insert(unwritten(len, result.dtype(), devices[output])?),
+            none => none.insert(unwritten(*len, result.dtype(), device)?),
         };
         all.narrow(0, piece.destinations.first, piece.len)?
             .inplace_op1(&CopyOf(&result))?;
@@ -107,7 +113,11 @@ pub(super) fn copy(xs: &Tensor, device: &Device) -> Result<Tensor> {
 /// The reduction of one tensor for each rank, [pairwise](crate::pairwise), on `device`. Half precision is accumulated in f32 and
 /// rounded once, as on the CPU, so that the result has the same bits.
 fn reduce(op: ReduceOp, sources: &[Tensor], device: &Device) -> Result<Tensor> {
-    combine(op, sources, device)?.to_dtype(sources[0].dtype())
+    let mut result = combine(op, sources, device)?;
+    if op == ReduceOp::Avg {
+        result = divide(&result, sources.len())?;
+    }
+    result.to_dtype(sources[0].dtype())
 }
 
 /// The reduction before it is rounded.
@@ -125,18 +135,21 @@ fn combine(op: ReduceOp, sources: &[Tensor], device: &Device) -> Result<Tensor> 
     let (left, right) = sources.split_at(sources.len().next_power_of_two() / 2);
     let (left, right) = (combine(op, left, device)?, combine(op, right, device)?);
     match op {
-        ReduceOp::Sum => left.add(&right),
-        ReduceOp::Max => larger(&left, &right),
+        ReduceOp::Sum | ReduceOp::Avg => left.add(&right),
+        ReduceOp::Prod => left.mul(&right),
+        ReduceOp::Max => first_or_nan(&left.gt(&right)?, &left, &right),
+        ReduceOp::Min => first_or_nan(&left.lt(&right)?, &left, &right),
     }
 }
 
-/// The larger of two values, NaN if one is: `maximum` on a GPU drops a NaN, and a NaN on one rank must be seen by all.
-fn larger(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+/// The first of two values where that is said, else the second, NaN if one is: `maximum` and `minimum` on a GPU drop a NaN, and a NaN on
+/// one rank must be seen by all.
+fn first_or_nan(is_first: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if !a.dtype().is_float() {
-        return a.maximum(b);
+        return is_first.where_cond(a, b);
     }
     let a_unless_number = a.ne(a)?.where_cond(a, b)?;
-    a.gt(b)?.where_cond(a, &a_unless_number)
+    is_first.where_cond(a, &a_unless_number)
 }
 
 /// Fills a tensor on a GPU with the values of another one, on this or another GPU, of the same dtype and size.

@@ -24,12 +24,13 @@ struct Task<'a, T> {
 /// The outputs of a collective: in a rank's place, which shares memory with the rank's own input at most, or with a storage of
 /// its own. With `parallel` on all cores.
 pub(super) fn run<T: Element>(plan: Plan, deposits: &[Deposit], parallel: bool) -> Result<Outputs> {
-    let len = plan.len();
-    let Plan { dims, op, pieces } = plan;
-    let mut outputs: Vec<Vec<T>> = deposits
-        .iter()
-        .map(|deposit| T::zeros(if deposit.place.is_some() { 0 } else { len }))
-        .collect();
+    let Plan { op, pieces } = plan;
+    let outputs = deposits.iter().enumerate();
+    let outputs = outputs.map(|(rank, Deposit { place, call, .. })| match place {
+        Some(_) => Vec::new(),
+        None => T::zeros(call.output_dims(rank).iter().product()),
+    });
+    let mut outputs: Vec<Vec<T>> = outputs.collect();
     let longest = (TASK_BYTES / size_of::<T>()).max(1);
     let mut rests: Vec<&mut [T]> = outputs.iter_mut().map(Vec::as_mut_slice).collect();
     let mut tasks = Vec::new();
@@ -59,12 +60,13 @@ pub(super) fn run<T: Element>(plan: Plan, deposits: &[Deposit], parallel: bool) 
         true => tasks.into_par_iter().try_for_each(fill)?,
         false => tasks.into_iter().try_for_each(fill)?,
     }
-    let outputs = outputs.into_iter().zip(deposits);
+    let outputs = outputs.into_iter().zip(deposits).enumerate();
     outputs
-        .map(|(output, deposit)| match deposit.place {
+        .map(|(rank, (output, deposit))| match deposit.place {
             Some(_) => Ok(None),
             None => {
-                let output = Tensor::from_vec(output, dims.as_slice(), &Device::Cpu)?;
+                let dims = deposit.call.output_dims(rank);
+                let output = Tensor::from_vec(output, dims, &Device::Cpu)?;
                 Ok(Some(GivenAway::new(output)))
             }
         })
@@ -90,7 +92,7 @@ fn fill<T: Element>(op: ReduceOp, task: Task<'_, T>, deposits: &[Deposit]) -> Re
     }
     let inputs = deposits[sources.ranks(deposits.len())].iter();
     let inputs = inputs.map(|deposit| &deposit.input);
-    read_all(inputs, (sources.first, len), |inputs| {
+    read_all(inputs, Some((sources.first, len)), |inputs| {
         let terms = pairwise::of_all(inputs.iter().copied());
         pairwise::reduce(op, &terms, &mut destinations);
     })?;

@@ -108,7 +108,8 @@ impl MailGroup {
             false => self.recv(rank, tag, operation),
         });
         let inputs: Vec<Tensor> = inputs.collect::<Result<_>>()?;
-        let differs = |other: &Tensor| (other.shape(), other.dtype()) != (xs.shape(), xs.dtype());
+        let of_all = |xs: &Tensor| (operation.shape_of_all(xs.shape()), xs.dtype());
+        let differs = |other: &Tensor| of_all(other) != of_all(xs);
         if let Some(rank) = inputs.iter().position(differs) {
             bail!(
                 "{operation}: rank {} has {:?}, rank {} has {xs:?}",
@@ -128,17 +129,18 @@ fn output<T: Element>(
     inputs: &[Tensor],
     place: Option<&Tensor>,
 ) -> Result<Tensor> {
-    let plan = Plan::new(operation, inputs[rank].shape(), inputs.len(), Some(rank));
-    let len = inputs[rank].elem_count();
-    let output = read_all(inputs, (0, len), |inputs: &[&[T]]| {
-        plan.output_of(rank, inputs)
-    })?;
+    let shape = operation.shape_of_all(inputs[rank].shape());
+    let plan = Plan::new(operation, &shape, inputs.len(), Some(rank));
+    let output = read_all(inputs, None, |inputs: &[&[T]]| plan.output_of(rank, inputs))?;
     match place {
         Some(place) => {
             write(place, 0, &output)?;
             Ok(place.clone())
         }
-        None => Tensor::from_vec(output, plan.dims, &Device::Cpu),
+        None => {
+            let dims = operation.output_dims(&shape, inputs.len(), rank);
+            Tensor::from_vec(output, dims, &Device::Cpu)
+        }
     }
 }
 

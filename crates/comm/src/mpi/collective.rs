@@ -11,16 +11,17 @@ use super::header::{Header, INLINE_BYTES};
 use super::in_flight::InFlight;
 use super::meeting::Meeting;
 use super::movement::Movement;
+use super::route::Route;
 use crate::Error;
 use crate::bytes;
-use crate::element::{Element, with_element};
+use crate::element::{self, Element, with_element};
 use crate::plan::Plan;
 
 /// A collective. With few bytes each rank sends its whole input with its first message, and all compute their own output; else the
-/// data [move](Movement).
+/// data move as the [`Route`] says.
 pub(super) struct Collective {
     in_flight: Arc<InFlight>,
-    /// Of the input of each rank.
+    /// Of the input of each rank, or of all together.
     shape: Shape,
     dtype: DType,
     group: Arc<Group>,
@@ -50,7 +51,11 @@ impl Collective {
         // It takes one tensor.
         let (dtype, shape) = in_flight.call.kinds[0].clone();
         let data = match is_small(&shape, dtype) {
-            true => with_element!(dtype, input(&in_flight, shape.elem_count())),
+            true => {
+                let (operation, n) = (&in_flight.call.operation, group.members.len());
+                let len = operation.input_len(&shape, n, group.rank);
+                with_element!(dtype, input(&in_flight, len))
+            }
             false => Ok(Vec::new()),
         };
         let header = Header {
@@ -108,7 +113,11 @@ impl Collective {
             self.complete(Ok(output?));
             return Ok(());
         }
-        self.phase = Phase::Moving(Movement::new(group, self.seq, in_flight)?);
+        let (dtype, bytes) = (self.dtype, self.dtype.size_in_bytes());
+        let widening = element::accumulated(dtype).size_in_bytes() / bytes;
+        let operation = &in_flight.call.operation;
+        let route = Route::new(operation, &self.shape, group, (bytes, widening));
+        self.phase = Phase::Moving(Movement::new(route, dtype, self.seq, in_flight)?);
         Ok(())
     }
 
@@ -154,9 +163,10 @@ fn output<T: Element>(
     data: &[Vec<u8>],
 ) -> Result<Vec<Tensor>> {
     let call = &in_flight.call;
-    let inputs = data.iter().enumerate().map(|(source, data)| {
-        bytes::to_elements(data, shape.elem_count()).ok_or_else(|| {
-            let (got, expected) = (data.len(), shape.elem_count() * size_of::<T>());
+    let inputs = data.iter().enumerate().map(|(source, bytes)| {
+        let len = call.operation.input_len(shape, data.len(), source);
+        bytes::to_elements(bytes, len).ok_or_else(|| {
+            let (got, expected) = (bytes.len(), len * size_of::<T>());
             Error::Backend(format!(
                 "{call}: rank {source} of the group sent {got} bytes, expected {expected}"
             ))
@@ -165,5 +175,5 @@ fn output<T: Element>(
     let inputs = inputs.collect::<Result<Vec<Vec<T>>>>()?;
     let inputs: Vec<&[T]> = inputs.iter().map(Vec::as_slice).collect();
     let plan = Plan::new(&call.operation, shape, inputs.len(), Some(rank));
-    in_flight.result(plan.output_of(rank, &inputs), &plan.dims)
+    in_flight.result(plan.output_of(rank, &inputs), &call.output_dims(rank))
 }

@@ -27,23 +27,11 @@ pub(super) enum Kind {
     /// The first message.
     Header,
     /// Data that are yet to be reduced.
-    Input,
+    Contribution,
     /// Data that are part of the result, from who made it.
     Result,
     /// Data that are part of the result, from who got it from another host.
-    PassedOn,
-}
-
-impl Kind {
-    pub const NUM: usize = 4;
-
-    /// A part of the result, from who made it or not.
-    pub fn of_result(is_from_owner: bool) -> Self {
-        match is_from_owner {
-            true => Self::Result,
-            false => Self::PassedOn,
-        }
-    }
+    Distributed,
 }
 
 /// The tag of messages of operation `seq`.
@@ -67,10 +55,8 @@ pub(super) struct Hosts {
     pub host_of: Vec<usize>,
     /// By host; they ascend.
     pub ranks: Vec<Vec<usize>>,
-    /// Of a host.
-    pub most_ranks: usize,
-    /// Whether each host's ranks are a block, which it can combine by itself.
-    pub are_blocks: bool,
+    /// By host: the blocks of ranks that it can combine by itself.
+    pub blocks: Vec<Vec<Range<usize>>>,
 }
 
 impl Hosts {
@@ -86,19 +72,13 @@ impl Hosts {
             ranks[host].push(rank);
             host_of.push(host);
         }
-        let is_block = |ranks: &Vec<usize>| pairwise::is_block(ranks, said.len());
+        let blocks = ranks.iter();
+        let blocks = blocks.map(|ranks: &Vec<usize>| pairwise::blocks(ranks, said.len()));
         Self {
-            most_ranks: ranks.iter().map(Vec::len).max().unwrap_or(0),
-            are_blocks: ranks.iter().all(is_block),
+            blocks: blocks.collect(),
             host_of,
             ranks,
         }
-    }
-
-    /// The ranks on the host of `rank`, if they are a block.
-    pub fn block_of(&self, rank: usize) -> Range<usize> {
-        let ranks = &self.ranks[self.host_of[rank]];
-        ranks[0]..ranks[0] + ranks.len()
     }
 }
 
@@ -214,15 +194,17 @@ mod tests {
         let hosts = Hosts::new(&[7, 7, 3, 7, 3]);
         assert_eq!(hosts.host_of, [1, 1, 0, 1, 0]);
         assert_eq!(hosts.ranks, [vec![2, 4], vec![0, 1, 3]]);
-        assert!(!hosts.are_blocks);
-        let hosts = Hosts::new(&[0, 0, 0, 0, 2, 2, 2]);
-        assert!(hosts.are_blocks && hosts.most_ranks == 4);
-        assert_eq!(hosts.block_of(5), 4..7);
+        assert_eq!(hosts.blocks, [vec![2..3, 4..5], vec![0..2, 3..4]]);
     }
 
     #[test]
     fn all_tags_differ_and_are_allowed() {
-        let kinds = [Kind::Header, Kind::Input, Kind::Result, Kind::PassedOn];
+        let kinds = [
+            Kind::Header,
+            Kind::Contribution,
+            Kind::Result,
+            Kind::Distributed,
+        ];
         let mut tags = vec![MESSAGE_HEAD, MESSAGE_DATA, SHUTDOWN];
         tags.extend((0..NUM_SEQS).flat_map(|seq| kinds.map(|kind| tag(seq, kind))));
         assert!(tags.iter().all(|tag| (0..TAGS_PER_GROUP).contains(tag)));

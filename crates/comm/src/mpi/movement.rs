@@ -1,137 +1,250 @@
-//! The data of a large collective on their way, in [chunks](super::chunk).
+//! The data of a large collective on their way, chunk by chunk (see [`route`](super::route)).
 //!
-//! MPI works on copies of a chunk's size, as the input may be part of memory that others use, and so may the output, unless it is new. Only
+//! Every rank sends its contributions from copies of a chunk's size, so that the input may be part of memory that others
+//! use. The owner of a chunk reduces straight into its output and sends from there; results of other owners are received
+//! into their place and sent on from there, or, if the output is a tensor that others may use parts of, by way of such copies. Only
 //! some chunks are under way at once, so that the copies are few and stay in the cache.
 //!
 //! All ranks take chunks in one order, and none that is under way waits for a later one, so the first that is left always moves.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
 use super::Result;
 use super::buffer::{Buffer, Pool};
-use super::chunk::{Chunk, NUM_ROUNDS, Part, chunks};
 use super::context::Context;
-use super::group::{Group, Kind, tag};
+use super::group::{Kind, tag};
 use super::in_flight::InFlight;
+use super::route::{Route, WINDOW_BYTES};
+use super::step::{Gives, Lane, Source, Step};
 use super::transfer::Transfer;
-use crate::element::{self, Element, with_element};
-use crate::pairwise::{Term, Values, reduce, reduce_block};
-use crate::{Error, ReduceOp, bytes};
+use crate::Error;
+use crate::bytes;
+use crate::element::{Element, with_element};
+use crate::pairwise::{Term, Values, reduce, reduce_blocks};
+
+/// Chunks under way at once: contributions to one rank, and those that are gathered here.
+const NUM_GATHERED: usize = 3;
+
+/// Results under way at once, from or to one rank; contributions that other hosts have reduced, from or to all of them.
+const NUM_RESULTS: usize = 6;
+
+/// Of several hosts, as many as keep the ways between them busy: of the chunks that are gathered here, one in so many as there are
+/// hosts waits for other hosts.
+const MOST_WINDOWS: usize = 4;
 
 /// The data of a collective on their way.
 pub(super) struct Movement {
     in_flight: Arc<InFlight>,
-    group: Arc<Group>,
     seq: u64,
     dtype: DType,
-    /// The shape of the output.
-    dims: Vec<usize>,
-    /// What is left of the output when chunks have taken their rooms, if it is new: no bytes, but the vector comes from it.
+    route: Route,
+    /// What is left of the output when steps have taken their parts of it, if it is new: no bytes, but the vector comes from it.
     output: Option<Buffer>,
-    /// Chunks that have not begun, with the rooms for their results if the output is new.
-    waiting: VecDeque<(Chunk, Option<Buffer>)>,
-    under_way: VecDeque<UnderWay>,
+    lanes: BTreeMap<Lane, Queue>,
     pool: Pool,
-    /// Chunks that have yet to read the input.
+    /// Steps that have yet to read the input.
     num_readers: usize,
 }
 
-/// A chunk that has begun.
+/// The steps of a lane.
+#[derive(Default)]
+struct Queue {
+    /// Those that have not begun.
+    waiting: VecDeque<Step>,
+    under_way: VecDeque<UnderWay>,
+}
+
+/// A step that has begun.
 struct UnderWay {
-    chunk: Chunk,
-    part: Part,
-    stage: Stage,
-    /// By the rank that each is from.
-    inputs: Vec<(usize, Transfer<Buffer>)>,
-    result: Option<Transfer<Buffer>>,
-    /// For the result, unless it is received.
-    room: Option<Buffer>,
+    step: Step,
+    received: Vec<(Source, Transfer<Buffer>)>,
+    /// What it gave.
+    given: Option<Arc<Buffer>>,
     sends: Vec<Transfer<Arc<Buffer>>>,
 }
 
-/// What a chunk waits for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    Inputs,
-    Result,
-    Sends,
-}
-
 impl Movement {
-    /// The movement of operation `seq` of the group.
-    pub fn new(group: Arc<Group>, seq: u64, in_flight: Arc<InFlight>) -> Result<Self> {
-        let ((dtype, shape), operation) = (&in_flight.call.kinds[0], &in_flight.call.operation);
-        let bytes = dtype.size_in_bytes();
-        let widening = element::accumulated(*dtype).size_in_bytes() / bytes;
-        let chunks = chunks(operation, shape, &group, (bytes, widening));
-        let reads_input = |chunk: &&Chunk| chunk.piece.sources.has(group.rank);
+    /// The movement of operation `seq`.
+    pub fn new(mut route: Route, dtype: DType, seq: u64, in_flight: Arc<InFlight>) -> Result<Self> {
+        fn zeros<T: Element>(len: usize) -> Result<Buffer> {
+            Ok(Buffer::new(T::zeros(len)))
+        }
+        let mut steps = std::mem::take(&mut route.steps);
         let mut movement = Self {
-            dtype: *dtype,
-            dims: operation.output_dims(shape, group.members.len()),
-            output: None,
+            in_flight,
             seq,
-            num_readers: chunks.iter().filter(reads_input).count(),
-            waiting: chunks.into_iter().map(|chunk| (chunk, None)).collect(),
-            under_way: VecDeque::new(),
+            dtype,
+            output: None,
+            lanes: BTreeMap::new(),
             pool: Pool::default(),
-            group,
-            in_flight: in_flight.clone(),
+            num_readers: steps.iter().filter(|step| step.reads_input).count(),
+            route,
         };
-        if in_flight.place().is_none() {
-            movement.make_output()?;
+        if movement.in_flight.place().is_none() {
+            let results = steps.iter_mut().filter(|step| step.gives == Gives::Result);
+            let mut results: Vec<&mut Step> = results.collect();
+            results.sort_by_key(|step| step.piece.destinations.first);
+            let len = results.iter().map(|step| step.piece.len).sum();
+            let mut output = with_element!(dtype, zeros(len))?;
+            for step in results {
+                step.room = Some(output.take(step.num_bytes)?);
+            }
+            movement.output = Some(output);
+        }
+        for step in steps {
+            let queue = movement.lanes.entry(step.lane).or_default();
+            queue.waiting.push_back(step);
         }
         Ok(movement)
     }
 
-    /// Makes a new output, and gives each chunk its part.
-    fn make_output(&mut self) -> Result<()> {
-        fn zeros<T: Element>(len: usize) -> Result<Buffer> {
-            Ok(Buffer::new(T::zeros(len)))
-        }
-        let mut output = with_element!(self.dtype, zeros(self.dims.iter().product()))?;
-        let chunks = self.waiting.iter_mut();
-        let results = chunks.filter(|(chunk, _)| chunk.piece.destinations.has(self.group.rank));
-        let mut results: Vec<_> = results.collect();
-        results.sort_by_key(|(chunk, _)| chunk.piece.destinations.first);
-        for (chunk, room) in results {
-            *room = Some(output.take(chunk.piece.len * self.dtype.size_in_bytes())?);
-        }
-        self.output = Some(output);
-        Ok(())
-    }
-
     /// Does what can be done; returns whether that was something.
     pub fn poll(&mut self, ctx: &Context) -> Result<bool> {
+        let mut lanes = std::mem::take(&mut self.lanes);
         let mut moved = false;
-        let begun = self.under_way.front().map(|oldest| &oldest.chunk);
-        let oldest = begun.or(self.waiting.front().map(|(next, _)| next));
-        let oldest = oldest.map_or(0, |oldest| oldest.round);
-        while let Some((next, _)) = self.waiting.front()
-            && next.round < oldest + NUM_ROUNDS
-            && let Some((next, room)) = self.waiting.pop_front()
-        {
-            let begun = self.begin(ctx, next, room)?;
-            self.under_way.push_back(begun);
-            moved = true;
+        for (lane, queue) in &mut lanes {
+            moved |= self.begin_some(ctx, *lane, queue)?;
+            moved |= self.go_on(ctx, queue)?;
         }
-        // What goes to one rank is sent in the order of the chunks.
-        let mut waits = [false; Kind::NUM];
-        for mut chunk in std::mem::take(&mut self.under_way) {
-            moved |= self.go_on(ctx, &mut chunk, &mut waits)?;
-            match chunk.is_over() {
-                true => moved = true,
-                false => self.under_way.push_back(chunk),
-            }
-        }
+        lanes.retain(|_, queue| !(queue.waiting.is_empty() && queue.under_way.is_empty()));
+        self.lanes = lanes;
         Ok(moved)
     }
 
     /// Whether all of the output is there, and nothing under way.
     pub fn is_over(&self) -> bool {
-        self.waiting.is_empty() && self.under_way.is_empty()
+        self.lanes.is_empty()
+    }
+
+    /// Begins what the limits of a lane allow.
+    fn begin_some(&mut self, ctx: &Context, lane: Lane, queue: &mut Queue) -> Result<bool> {
+        let num_hosts = self.route.group.hosts.ranks.len();
+        let (most_receiving, most_sending) = match lane {
+            Lane::To(_) => (NUM_GATHERED, NUM_GATHERED),
+            Lane::Gather => (NUM_GATHERED * num_hosts.min(MOST_WINDOWS), NUM_RESULTS),
+            Lane::From(..) => (NUM_RESULTS, NUM_RESULTS),
+            // From every other host.
+            Lane::PassOn => (NUM_RESULTS.max(2 * num_hosts), NUM_RESULTS),
+        };
+        let mut moved = false;
+        while let Some(step) = queue.waiting.front()
+            && queue.num_sending(step.target_kind) < most_sending
+            && let receiving = queue.under_way.iter().filter(|step| !step.is_sending())
+            && receiving.clone().count() < most_receiving
+            && receiving.map(UnderWay::num_bytes).sum::<usize>() < WINDOW_BYTES
+            && let Some(step) = queue.waiting.pop_front()
+        {
+            let begun = self.begin(ctx, step)?;
+            queue.under_way.push_back(begun);
+            moved = true;
+        }
+        Ok(moved)
+    }
+
+    /// Starts to receive what a step needs.
+    fn begin(&mut self, ctx: &Context, mut step: Step) -> Result<UnderWay> {
+        let (group, tag) = (&self.route.group, tag(self.seq, step.source_kind));
+        let mut received = Vec::with_capacity(step.sources.len());
+        for source in &step.sources {
+            let room = step.room.take_if(|_| !step.reads_input);
+            let buffer = room.unwrap_or_else(|| self.pool.take(source.num_bytes));
+            let transfer = Transfer::receive(&ctx.mpi, group, source.rank, tag, buffer)?;
+            received.push((*source, transfer));
+        }
+        Ok(UnderWay {
+            step,
+            received,
+            given: None,
+            sends: Vec::new(),
+        })
+    }
+
+    /// Goes on with what has begun.
+    fn go_on(&mut self, ctx: &Context, queue: &mut Queue) -> Result<bool> {
+        let mut moved = false;
+        // What goes to one rank is sent in the order of the chunks. Results and blocks do not wait for each other: both ways between
+        // two hosts are busy at once.
+        let mut waits = [[false; 2]; 4];
+        let mut index = 0;
+        while let Some(under_way) = queue.under_way.get_mut(index) {
+            let kind = under_way.step.target_kind as usize;
+            let waits = &mut waits[kind][usize::from(under_way.is_sending())];
+            *waits = *waits || !under_way.poll(ctx)?;
+            if *waits {
+                index += 1;
+                continue;
+            }
+            moved = true;
+            if !under_way.is_sending() {
+                self.send(ctx, under_way)?;
+            } else if let Some(over) = queue.under_way.remove(index)
+                && let Some(given) = over.given.and_then(Arc::into_inner)
+            {
+                self.pool.give_back(given);
+            }
+        }
+        Ok(moved)
+    }
+
+    /// Sends what a step gives, once all that it needs has come.
+    fn send(&mut self, ctx: &Context, under_way: &mut UnderWay) -> Result<()> {
+        let mut received = Vec::with_capacity(under_way.received.len());
+        for (source, transfer) in std::mem::take(&mut under_way.received) {
+            if let Some((buffer, got)) = transfer.take() {
+                self.check_size(source, got)?;
+                received.push((source, buffer));
+            }
+        }
+        let step = &mut under_way.step;
+        let given = match received.pop_if(|_| !step.reads_input) {
+            Some((_, buffer)) => buffer,
+            None => self.combine(step, received)?,
+        };
+        if step.gives == Gives::Result && self.output.is_none() {
+            let first = step.piece.destinations.first;
+            self.in_flight.write(first, &given)?;
+        }
+        let (given, tag) = (Arc::new(given), tag(self.seq, step.target_kind));
+        for to in &step.targets {
+            let send = Transfer::send(&ctx.mpi, &self.route.group, *to, tag, given.clone())?;
+            under_way.sends.push(send);
+        }
+        under_way.given = Some(given);
+        Ok(())
+    }
+
+    /// An error unless as many bytes came as should have.
+    fn check_size(&self, source: Source, got: usize) -> Result<()> {
+        let (call, from, expected) = (&self.in_flight.call, source.rank, source.num_bytes);
+        if got == expected {
+            return Ok(());
+        }
+        Err(Error::Backend(format!(
+            "{call}: rank {from} of the group sent {got} bytes, expected {expected}\n\
+             hint: all ranks must run the same version of the program"
+        )))
+    }
+
+    /// Combines the input with what has come.
+    fn combine(&mut self, step: &mut Step, received: Vec<(Source, Buffer)>) -> Result<Buffer> {
+        let room = step.room.take();
+        let mut given = room.unwrap_or_else(|| self.pool.take(step.num_bytes));
+        let (in_flight, route) = (&self.in_flight, &self.route);
+        with_element!(
+            self.dtype,
+            combine(in_flight, route, step, &received, &mut given)
+        )?;
+        for (_, buffer) in received {
+            self.pool.give_back(buffer);
+        }
+        self.num_readers -= 1;
+        if self.num_readers == 0 {
+            self.in_flight.drop_input();
+        }
+        Ok(given)
     }
 
     /// What this rank gets; nothing if it has given up the place for it.
@@ -143,230 +256,80 @@ impl Movement {
         let Some(output) = self.output.take() else {
             return Ok(self.in_flight.place().into_iter().collect());
         };
-        Ok(vec![with_element!(self.dtype, tensor(output, &self.dims))?])
+        let dims = self.in_flight.call.output_dims(self.route.group.rank);
+        Ok(vec![with_element!(self.dtype, tensor(output, &dims))?])
     }
+}
 
-    /// Starts to receive what this rank needs for a chunk.
-    fn begin(&mut self, ctx: &Context, chunk: Chunk, mut room: Option<Buffer>) -> Result<UnderWay> {
-        let part = chunk.part(&self.group);
-        let (pool, group) = (&mut self.pool, &self.group);
-        let mut receive = |from, kind, num_bytes, room: Option<Buffer>| {
-            let room = room.unwrap_or_else(|| pool.take(num_bytes));
-            Transfer::receive(&ctx.mpi, group, from, tag(self.seq, kind), room)
-        };
-        let mut inputs = Vec::with_capacity(part.inputs_from.len());
-        for from in &part.inputs_from {
-            let num_bytes = input_bytes(self.dtype, group, &chunk, *from);
-            let room = room.take_if(|_| !chunk.piece.sources.has(group.rank));
-            inputs.push((*from, receive(*from, Kind::Input, num_bytes, room)?));
-        }
-        let result = part.result_from.map(|from| {
-            let num_bytes = chunk.piece.len * self.dtype.size_in_bytes();
-            let kind = Kind::of_result(from == chunk.owner);
-            receive(from, kind, num_bytes, room.take())
-        });
-        Ok(UnderWay {
-            stage: match part.gathers {
-                true => Stage::Inputs,
-                false => Stage::Result,
-            },
-            result: result.transpose()?,
-            room,
-            chunk,
-            part,
-            inputs,
-            sends: Vec::new(),
-        })
-    }
-
-    /// Goes on with a chunk, unless an earlier one is still to send a message of the same kind; returns whether it did.
-    fn go_on(
-        &mut self,
-        ctx: &Context,
-        chunk: &mut UnderWay,
-        waits: &mut [bool; Kind::NUM],
-    ) -> Result<bool> {
-        let mut moved = false;
-        while chunk.stage != Stage::Sends {
-            let (kind, targets) = chunk.next_sends(self.group.rank);
-            let sends_none = targets.is_empty();
-            let waits = &mut waits[kind as usize];
-            if !chunk.poll(ctx)? || (*waits && !sends_none) {
-                *waits |= !sends_none;
-                return Ok(moved);
-            }
-            let targets = std::mem::take(chunk.next_sends(self.group.rank).1);
-            let (given, is_result) = match chunk.stage {
-                Stage::Inputs => (self.gather(chunk)?, chunk.chunk.has_result(self.group.rank)),
-                _ => (self.result(chunk)?, true),
-            };
-            let destinations = chunk.chunk.piece.destinations;
-            if is_result && self.output.is_none() && destinations.has(self.group.rank) {
-                self.in_flight.write(destinations.first, &given)?;
-            }
-            let (given, tag) = (Arc::new(given), tag(self.seq, kind));
-            for to in targets {
-                let send = Transfer::send(&ctx.mpi, &self.group, to, tag, given.clone())?;
-                chunk.sends.push(send);
-            }
-            self.keep(given);
-            chunk.stage = match chunk.result {
-                Some(_) => Stage::Result,
-                None => Stage::Sends,
-            };
-            moved = true;
-        }
-        while let Some(send) = chunk.sends.last_mut()
-            && send.poll(&ctx.mpi)?
-        {
-            if let Some((sent, _)) = chunk.sends.pop().and_then(Transfer::take) {
-                self.keep(sent);
-            }
-        }
-        Ok(moved)
-    }
-
-    /// Keeps a buffer for later, if nobody has it any more.
-    fn keep(&mut self, buffer: Arc<Buffer>) {
-        if let Some(buffer) = Arc::into_inner(buffer) {
-            self.pool.give_back(buffer);
-        }
-    }
-
-    /// The input of this rank, if it has one, with those that have come.
-    fn gather(&mut self, chunk: &mut UnderWay) -> Result<Buffer> {
-        let mut inputs = Vec::with_capacity(chunk.inputs.len());
-        for (from, transfer) in std::mem::take(&mut chunk.inputs) {
-            let input = self.taken(transfer, from)?;
-            inputs.push((from, input));
-        }
-        let room = chunk.room.take();
-        let (chunk, rank) = (&chunk.chunk, self.group.rank);
-        if !chunk.piece.sources.has(rank)
-            && let Some((_, only)) = inputs.pop()
-        {
-            return Ok(only);
-        }
-        let num_bytes = input_bytes(self.dtype, &self.group, chunk, rank);
-        let mut given = room.unwrap_or_else(|| self.pool.take(num_bytes));
-        let (in_flight, group) = (&self.in_flight, &*self.group);
-        with_element!(
-            self.dtype,
-            combine(in_flight, group, chunk, &inputs, &mut given)
-        )?;
-        inputs
-            .into_iter()
-            .for_each(|(_, input)| self.pool.give_back(input));
-        self.num_readers -= 1;
-        if self.num_readers == 0 {
-            self.in_flight.drop_input();
-        }
-        Ok(given)
-    }
-
-    /// The result that has come.
-    fn result(&mut self, chunk: &mut UnderWay) -> Result<Buffer> {
-        match (chunk.result.take(), chunk.part.result_from) {
-            (Some(transfer), Some(from)) => self.taken(transfer, from),
-            _ => Err(Error::Backend(format!(
-                "{}: a result has not come",
-                self.in_flight.call
-            ))),
-        }
-    }
-
-    /// What a rank of the group has sent; an error unless that is as much as it should be.
-    fn taken(&self, transfer: Transfer<Buffer>, from: usize) -> Result<Buffer> {
-        let (call, taken) = (&self.in_flight.call, transfer.take());
-        match taken {
-            Some((buffer, got)) if got == buffer.len() => Ok(buffer),
-            taken => {
-                let (got, expected) = taken.map_or((0, 0), |(buffer, got)| (got, buffer.len()));
-                Err(Error::Backend(format!(
-                    "{call}: rank {from} of the group sent {got} bytes, expected {expected}\n\
-                     hint: all ranks must run the same version of the program"
-                )))
-            }
-        }
+impl Queue {
+    fn num_sending(&self, kind: Kind) -> usize {
+        let sending = self.under_way.iter().filter(|step| step.is_sending());
+        sending.filter(|sent| sent.step.target_kind == kind).count()
     }
 }
 
 impl UnderWay {
-    /// What it sends when what it waits for has come, and to whom.
-    fn next_sends(&mut self, rank: usize) -> (Kind, &mut Vec<usize>) {
-        let part = &mut self.part;
-        match self.stage == Stage::Inputs && rank != self.chunk.owner {
-            true => (Kind::Input, &mut part.inputs_to),
-            false => (
-                Kind::of_result(rank == self.chunk.owner),
-                &mut part.result_to,
-            ),
-        }
+    /// Whether all that it needs has come.
+    fn is_sending(&self) -> bool {
+        self.given.is_some()
     }
 
-    /// Whether what it waits for has come.
+    /// Bytes of the messages that it waits for, or has.
+    fn num_bytes(&self) -> usize {
+        let transfers = self.received.iter();
+        transfers.map(|(source, _)| source.num_bytes).sum()
+    }
+
+    /// Whether all its messages have come, or gone.
     fn poll(&mut self, ctx: &Context) -> Result<bool> {
-        match (self.stage, &mut self.result) {
-            (Stage::Result, Some(result)) => result.poll(&ctx.mpi),
-            _ => {
-                for (_, input) in &mut self.inputs {
-                    if !input.poll(&ctx.mpi)? {
-                        return Ok(false);
-                    }
-                }
-                Ok(true)
+        for (_, transfer) in &mut self.received {
+            if !transfer.poll(&ctx.mpi)? {
+                return Ok(false);
             }
         }
-    }
-
-    fn is_over(&self) -> bool {
-        self.stage == Stage::Sends && self.sends.is_empty()
+        while let Some(send) = self.sends.last_mut() {
+            if !send.poll(&ctx.mpi)? {
+                return Ok(false);
+            }
+            self.sends.pop();
+        }
+        Ok(true)
     }
 }
 
-/// Bytes of what `rank` has taken in for a chunk: values, or what they are accumulated in.
-fn input_bytes(dtype: DType, group: &Group, chunk: &Chunk, rank: usize) -> usize {
-    let dtype = match rank != chunk.owner && chunk.adds_up_host(group, rank) {
-        true => element::accumulated(dtype),
-        false => dtype,
-    };
-    chunk.piece.len * dtype.size_in_bytes()
-}
-
-/// Combines the input of `in_flight` with those of other ranks, or of their hosts, [pairwise](crate::pairwise).
+/// Combines the input of `in_flight` with what has come, [pairwise](crate::pairwise).
 fn combine<T: Element>(
     in_flight: &InFlight,
-    group: &Group,
-    chunk: &Chunk,
-    inputs: &[(usize, Buffer)],
+    route: &Route,
+    step: &Step,
+    received: &[(Source, Buffer)],
     given: &mut [u8],
 ) -> Result<()> {
-    let op = in_flight
-        .call
-        .operation
-        .reduce_op()
-        .unwrap_or(ReduceOp::Sum);
-    let is_owner = group.rank == chunk.owner;
-    in_flight.read(
-        chunk.piece.sources.first,
-        chunk.piece.len,
-        |input: &[T]| {
-            let mut terms = vec![Term::input(group.rank, input)];
-            // What an owner gets from other hosts they have added up, where hosts do.
-            terms.extend(inputs.iter().map(|(from, values)| {
-                match is_owner && chunk.adds_up_host(group, *from) {
-                    true => Term {
-                        ranks: group.hosts.block_of(*from),
-                        values: Values::Combined(bytes::elements(values)),
-                    },
-                    false => Term::input(*from, bytes::elements(values)),
-                }
+    let (len, first) = (step.piece.len, step.piece.sources.first);
+    let group = &route.group;
+    in_flight.read(first, len, |input: &[T]| {
+        let mut terms = vec![Term::input(group.rank, input)];
+        for (source, buffer) in received {
+            let Some(host) = source.host else {
+                terms.push(Term::input(source.rank, bytes::elements(buffer)));
+                continue;
+            };
+            let blocks = bytes::elements(buffer).chunks(len);
+            let blocks = group.hosts.blocks[host].iter().zip(blocks);
+            terms.extend(blocks.map(|(ranks, values)| Term {
+                ranks: ranks.clone(),
+                values: Values::Combined(values),
             }));
-            terms.sort_by_key(|term| term.ranks.start);
-            match !is_owner && chunk.adds_up_host(group, group.rank) {
-                true => reduce_block(op, &terms, group.members.len(), bytes::elements_mut(given)),
-                false => reduce(op, &terms, &mut [bytes::elements_mut(given)]),
+        }
+        terms.sort_by_key(|term| term.ranks.start);
+        match step.gives {
+            Gives::Blocks => {
+                let (world_size, blocks) = (group.members.len(), bytes::elements_mut(given));
+                reduce_blocks(route.op, &terms, world_size, len, blocks);
             }
-        },
-    )
+            Gives::Copy | Gives::Result => {
+                reduce(route.op, &terms, &mut [bytes::elements_mut(given)]);
+            }
+        }
+    })
 }

@@ -66,10 +66,14 @@ impl NcclCommunicator {
     fn start_collective(&self, request: &mut Request<'_>) -> Result<Pending<Vec<Tensor>>> {
         let operation = request.operation;
         let xs = operation.only_tensor(request.tensors)?;
-        let dims = operation.output_dims(xs.shape(), self.world_size());
-        if xs.elem_count() == 0 {
-            let nothing = empty(dims, xs.dtype(), &self.device)?;
-            return Ok(Pending::ready(vec![nothing]));
+        let (num_ranks, dims) = (self.world_size(), request.call.output_dims(self.rank()));
+        // What this rank gets, if that is nothing.
+        let nothing = match dims.iter().product() {
+            0usize => Some(empty(dims.as_slice(), xs.dtype(), &self.device)?),
+            _ => None,
+        };
+        if request.call.kinds[0].1.elem_count() == 0 {
+            return Ok(Pending::ready(nothing.into_iter().collect()));
         }
         let reduction = match operation.reduce_op() {
             Some(op) => Reduction::new(op, xs.dtype(), self.half_sums),
@@ -83,14 +87,22 @@ impl NcclCommunicator {
         for xs in reduction.inputs(xs)? {
             let ys = match written {
                 Some(place) => place.clone(),
+                // Where there is no result nothing is written.
+                None if nothing.is_some() => xs.clone(),
                 None => unwritten(dims.as_slice(), xs.dtype(), &self.device)?,
             };
             transfers.extend(self.transfers(operation, &xs, &ys)?);
             outputs.push(ys);
         }
+        if transfers.is_empty() {
+            return Ok(Pending::ready(nothing.into_iter().collect()));
+        }
         let pending = self.launch(&transfers, request)?;
         Ok(pending.map(move |_| {
-            let result = reduction.finish(&outputs)?;
+            if let Some(nothing) = nothing {
+                return Ok(vec![nothing]);
+            }
+            let result = reduction.finish(&outputs, num_ranks)?;
             let Some(place) = copied else {
                 return Ok(vec![result]);
             };
@@ -108,6 +120,13 @@ impl NcclCommunicator {
             Operation::ReduceScatter(op) => Motion::ReduceScatter(*op),
             Operation::Broadcast { root } => Motion::Broadcast(*root),
             Operation::AllGather | Operation::Split => Motion::AllGather,
+            Operation::Reduce { op, root } => Motion::Reduce(*op, *root),
+            Operation::Scatter { root, sizes } => {
+                return self.deal((Motion::Send, xs), (Motion::Recv, ys), (*root, sizes));
+            }
+            Operation::Gather { root, sizes } => {
+                return self.deal((Motion::Recv, ys), (Motion::Send, xs), (*root, sizes));
+            }
             // All to all: the others are started elsewhere.
             _ => {
                 let len = xs.dim(0)? / self.world_size();
@@ -122,6 +141,28 @@ impl NcclCommunicator {
             }
         };
         Ok(vec![self.transfer(motion, xs, ys)?])
+    }
+
+    /// A scatter or a gather: what the root does with the rows of each rank of the first tensor, and each rank with the second one.
+    fn deal(
+        &self,
+        (of_root, whole): (fn(usize) -> Motion, &Tensor),
+        (of_rank, own): (fn(usize) -> Motion, &Tensor),
+        (root, sizes): (usize, &[usize]),
+    ) -> Result<Vec<Transfer>> {
+        let mut transfers = Vec::new();
+        let mut first = 0;
+        for (peer, size) in sizes.iter().enumerate() {
+            if self.rank() == root && *size > 0 {
+                let part = whole.narrow(0, first, *size)?;
+                transfers.push(self.transfer(of_root(peer), &part, &part)?);
+            }
+            first += size;
+        }
+        if sizes[self.rank()] > 0 {
+            transfers.push(self.transfer(of_rank(root), own, own)?);
+        }
+        Ok(transfers)
     }
 
     fn start_messages(

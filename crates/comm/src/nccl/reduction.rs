@@ -2,7 +2,8 @@
 //!
 //! NCCL adds bf16 and f16 in their own precision, rounding after each addition, so they travel as f32 and are rounded once,
 //! unless its own sums are wanted.
-//! Its maximum drops a NaN, so a mask of the NaNs travels along: with the largest value `y` and the mask `m` in {0, 1},
+//! Averages are its sums, divided before they are rounded: its own averages multiply each value by a rounded reciprocal.
+//! Its maximum and minimum drop a NaN, so a mask of the NaNs travels along: with the value `y` and the mask `m` in {0, 1},
 //! ```text
 //! y + sqrt(-m) = y if m = 0        (sqrt(-0) = -0, and y + -0 = y for every y)
 //!              = NaN if m = 1
@@ -10,6 +11,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::element::divide;
 use crate::{HalfSums, ReduceOp};
 
 /// How a reduction is made.
@@ -19,6 +21,13 @@ pub(super) enum Reduction {
     Plain,
     /// In f32, rounded to this.
     Widened(DType),
+    /// Sums, in f32 or as they are, divided and rounded to this.
+    Averaged {
+        /// Of what is averaged.
+        dtype: DType,
+        /// What NCCL adds.
+        sums: DType,
+    },
     /// With a mask of the NaNs.
     Masked,
 }
@@ -26,9 +35,14 @@ pub(super) enum Reduction {
 impl Reduction {
     pub fn new(op: ReduceOp, dtype: DType, half_sums: HalfSums) -> Self {
         let is_half = matches!(dtype, DType::BF16 | DType::F16);
+        let is_widened = is_half && (half_sums == HalfSums::F32 || op == ReduceOp::Prod);
         match op {
-            ReduceOp::Sum if is_half && half_sums == HalfSums::F32 => Self::Widened(dtype),
-            ReduceOp::Max if dtype.is_float() => Self::Masked,
+            ReduceOp::Sum | ReduceOp::Prod if is_widened => Self::Widened(dtype),
+            ReduceOp::Avg => Self::Averaged {
+                dtype,
+                sums: if is_widened { DType::F32 } else { dtype },
+            },
+            ReduceOp::Max | ReduceOp::Min if dtype.is_float() => Self::Masked,
             _ => Self::Plain,
         }
     }
@@ -38,6 +52,7 @@ impl Reduction {
         match self {
             Self::Plain => dtype.size_in_bytes(),
             Self::Widened(_) => DType::F32.size_in_bytes(),
+            Self::Averaged { sums, .. } => sums.size_in_bytes(),
             Self::Masked => dtype.size_in_bytes() + DType::U8.size_in_bytes(),
         }
     }
@@ -47,15 +62,23 @@ impl Reduction {
         Ok(match self {
             Self::Plain => vec![xs.clone()],
             Self::Widened(_) => vec![xs.to_dtype(DType::F32)?],
+            Self::Averaged { sums, .. } => vec![xs.to_dtype(sums)?],
             Self::Masked => vec![xs.clone(), xs.ne(xs)?],
         })
     }
 
-    /// The result, of what NCCL has made of the inputs.
-    pub fn finish(self, ys: &[Tensor]) -> Result<Tensor> {
+    /// The result, of what NCCL has made of the inputs of so many ranks.
+    pub fn finish(self, ys: &[Tensor], num_ranks: usize) -> Result<Tensor> {
         match (self, ys) {
             (Self::Plain, [y]) => Ok(y.clone()),
             (Self::Widened(dtype), [y]) => y.to_dtype(dtype),
+            (Self::Averaged { dtype, .. }, [y]) => {
+                let sums = match y.dtype() {
+                    DType::BF16 | DType::F16 => y.to_dtype(DType::F32)?,
+                    _ => y.clone(),
+                };
+                divide(&sums, num_ranks)?.to_dtype(dtype)
+            }
             (Self::Masked, [y, mask]) => y.add(&mask.to_dtype(y.dtype())?.neg()?.sqrt()?),
             _ => bail!("a reduction gave {} tensors", ys.len()),
         }
@@ -72,7 +95,7 @@ mod tests {
     fn what_travels_is_what_is_counted() -> Result<()> {
         for dtype in [DType::F32, DType::BF16, DType::F16, DType::I64] {
             let xs = Tensor::zeros(5, dtype, &Device::Cpu)?;
-            for op in [ReduceOp::Sum, ReduceOp::Max] {
+            for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::Prod] {
                 for half_sums in [HalfSums::F32, HalfSums::Native] {
                     let reduction = Reduction::new(op, dtype, half_sums);
                     let bytes = |xs: &Tensor| xs.elem_count() * xs.dtype().size_in_bytes();
@@ -89,7 +112,7 @@ mod tests {
         let mask = Tensor::new(&[0u8, 0, 0, 0, 1, 1], &Device::Cpu)?;
         let y = [0f32, -0.0, -1.5, f32::INFINITY, 3.0, f32::NEG_INFINITY];
         let y = Tensor::new(&y, &Device::Cpu)?;
-        let got = Reduction::Masked.finish(&[y, mask])?.to_vec1::<f32>()?;
+        let got = Reduction::Masked.finish(&[y, mask], 2)?.to_vec1::<f32>()?;
         let bits: Vec<u32> = got[..4].iter().map(|y| y.to_bits()).collect();
         let expected = [0f32, -0.0, -1.5, f32::INFINITY].map(f32::to_bits);
         assert_eq!(bits, expected);

@@ -17,6 +17,7 @@ use crate::{Error, ReduceOp};
 pub(super) enum Motion {
     AllReduce(ReduceOp),
     ReduceScatter(ReduceOp),
+    Reduce(ReduceOp, usize),
     AllGather,
     Broadcast(usize),
     Send(usize),
@@ -78,6 +79,12 @@ impl Transfer {
                         sys::ncclReduceScatter(from, to, to_len, data_type, op, comm, stream);
                     ("reduce_scatter", code)
                 }
+                Motion::Reduce(op, root) => {
+                    let (op, root) = (red_op(op), as_int(root)?);
+                    let code =
+                        sys::ncclReduce(from, to, from_len, data_type, op, root, comm, stream);
+                    ("reduce", code)
+                }
                 Motion::AllGather => {
                     let code = sys::ncclAllGather(from, to, from_len, data_type, comm, stream);
                     ("all_gather", code)
@@ -123,8 +130,10 @@ pub(super) unsafe fn enqueue(
 
 fn red_op(op: ReduceOp) -> RedOp {
     match op {
-        ReduceOp::Sum => RedOp::ncclSum,
+        ReduceOp::Sum | ReduceOp::Avg => RedOp::ncclSum,
+        ReduceOp::Prod => RedOp::ncclProd,
         ReduceOp::Max => RedOp::ncclMax,
+        ReduceOp::Min => RedOp::ncclMin,
     }
 }
 

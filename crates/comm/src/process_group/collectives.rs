@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::{ProcessGroup, dims, one};
 use crate::device::empty;
-use crate::{Operation, Pending, ReduceOp};
+use crate::{Error, Operation, Pending, ReduceOp};
 
 /// What counters and traces call the exchange of byte strings.
 const GATHER_BYTES: &str = "all_gather_bytes";
@@ -76,6 +76,56 @@ impl ProcessGroup {
         Ok((dims::rearrange(xs, (dim, 0), self.world_size())?, dim))
     }
 
+    /// `(..) -> (..)`: the elementwise reduction over the ranks on the root, nothing on the others. In torch the root is `dst`.
+    ///
+    /// # Errors
+    /// A root outside the group; else as [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn reduce(&self, xs: &Tensor, root: usize, op: ReduceOp) -> Result<Option<Tensor>> {
+        self.start_reduce(xs, root, op)?.wait()
+    }
+
+    /// `(.., sizes[0] + sizes[1] + .., ..) -> (.., sizes[rank], ..)`: the root's tensor, dealt out along `dim`. All ranks say the same root
+    /// and sizes, which may differ from each other and be 0. On the others only the dtype and the other dims of `xs` matter: it may have
+    /// size 0 along `dim`. In torch the root is `src`.
+    ///
+    /// # Errors
+    /// A root outside the group, sizes that are not one for each rank or on the root do not add up to the tensor's, and a dim that it does
+    /// not have; else as [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn scatter(
+        &self,
+        xs: &Tensor,
+        sizes: &[usize],
+        root: usize,
+        dim: impl Dim,
+    ) -> Result<Tensor> {
+        let dim = dim.to_index(xs.shape(), "scatter")?;
+        let part = self.start_scatter(&xs.transpose(0, dim)?, sizes, root)?;
+        dims::contiguous(&part.wait()?.transpose(0, dim)?)
+    }
+
+    /// `(.., sizes[rank], ..) -> (.., sizes[0] + sizes[1] + .., ..)`: the ranks' tensors one after the other along `dim` on the root, nothing
+    /// on the others. All ranks say the same root and sizes, which may differ from each other and be 0. In torch the root is `dst`.
+    ///
+    /// # Errors
+    /// A root outside the group, sizes that are not one for each rank, a tensor of another size than this rank's, and a dim that it does not
+    /// have; else as [`all_reduce`](Self::all_reduce).
+    #[track_caller]
+    pub fn gather(
+        &self,
+        xs: &Tensor,
+        sizes: &[usize],
+        root: usize,
+        dim: impl Dim,
+    ) -> Result<Option<Tensor>> {
+        let dim = dim.to_index(xs.shape(), "gather")?;
+        let all = self.start_gather(&xs.transpose(0, dim)?, sizes, root)?;
+        let all = all.wait()?;
+        all.map(|all| dims::contiguous(&all.transpose(0, dim)?))
+            .transpose()
+    }
+
     /// Returns once every rank of the group has called it.
     ///
     /// # Errors
@@ -132,6 +182,89 @@ impl ProcessGroup {
     pub fn start_all_to_all(&self, xs: &Tensor) -> Result<Pending<Tensor>> {
         dims::check_divides("all_to_all", xs, 0, self.world_size())?;
         self.start_one(Operation::AllToAll, xs, None)
+    }
+
+    /// Starts a [`reduce`](Self::reduce). `xs` must not be written to before the wait.
+    ///
+    /// # Errors
+    /// A root outside the group; else as [`start_all_reduce`](Self::start_all_reduce).
+    #[track_caller]
+    pub fn start_reduce(
+        &self,
+        xs: &Tensor,
+        root: usize,
+        op: ReduceOp,
+    ) -> Result<Pending<Option<Tensor>>> {
+        self.check_rank("reduce", "root", root)?;
+        let pending = self.start_one(Operation::Reduce { op, root }, xs, None)?;
+        Ok(self.on_root(root, pending))
+    }
+
+    /// Starts a [`scatter`](Self::scatter) along dim 0. `xs` must not be written to before the wait.
+    ///
+    /// # Errors
+    /// As [`scatter`](Self::scatter) of arguments; else as [`start_all_reduce`](Self::start_all_reduce).
+    #[track_caller]
+    pub fn start_scatter(
+        &self,
+        xs: &Tensor,
+        sizes: &[usize],
+        root: usize,
+    ) -> Result<Pending<Tensor>> {
+        let expected = (self.rank() == root).then(|| sizes.iter().sum());
+        self.check_rows("scatter", xs, (sizes, root), expected)?;
+        let sizes = sizes.into();
+        // What others have is not sent.
+        let num_rows = if self.rank() == root { xs.dim(0)? } else { 0 };
+        let xs = xs.narrow(0, 0, num_rows)?;
+        self.start_one(Operation::Scatter { root, sizes }, &xs, None)
+    }
+
+    /// Starts a [`gather`](Self::gather) along dim 0. `xs` must not be written to before the wait.
+    ///
+    /// # Errors
+    /// As [`gather`](Self::gather) of arguments; else as [`start_all_reduce`](Self::start_all_reduce).
+    #[track_caller]
+    pub fn start_gather(
+        &self,
+        xs: &Tensor,
+        sizes: &[usize],
+        root: usize,
+    ) -> Result<Pending<Option<Tensor>>> {
+        let expected = sizes.get(self.rank()).copied();
+        self.check_rows("gather", xs, (sizes, root), expected)?;
+        let sizes = sizes.into();
+        let pending = self.start_one(Operation::Gather { root, sizes }, xs, None)?;
+        Ok(self.on_root(root, pending))
+    }
+
+    /// What an operation gives, on the root.
+    fn on_root(&self, root: usize, pending: Pending<Tensor>) -> Pending<Option<Tensor>> {
+        let is_root = self.rank() == root;
+        pending.map(move |result| Ok(is_root.then_some(result)))
+    }
+
+    /// An error unless there is a size for each rank, and dim 0 of `xs` is `expected`, if that is given.
+    fn check_rows(
+        &self,
+        name: &str,
+        xs: &Tensor,
+        (sizes, root): (&[usize], usize),
+        expected: Option<usize>,
+    ) -> Result<()> {
+        self.check_rank(name, "root", root)?;
+        dims::check_dim(name, xs, 0)?;
+        let (rank, n, num_rows) = (self.rank(), self.world_size(), xs.dims()[0]);
+        let message = match expected {
+            _ if sizes.len() != n => {
+                format!("expected a size for each of {n} ranks, got {}", sizes.len())
+            }
+            Some(expected) if expected != num_rows => {
+                format!("expected {expected} rows on rank {rank}, got {num_rows}")
+            }
+            _ => return Ok(()),
+        };
+        Err(Error::Argument(format!("{name}(root {root}, sizes {sizes:?}): {message}")).into())
     }
 
     /// Starts a [`barrier`](Self::barrier): the wait returns once every rank of the group has started it.

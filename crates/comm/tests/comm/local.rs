@@ -31,6 +31,7 @@ fn with_delays() -> Result<()> {
         conformance::splits(&threads)?;
         conformance::many_in_flight(&threads)?;
         conformance::message_order(&threads)?;
+        conformance::rooted_in_flight(&threads)?;
         conformance::independent_results(&threads)?;
         conformance::background(&threads)?;
     }

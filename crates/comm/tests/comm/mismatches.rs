@@ -150,6 +150,43 @@ fn different_shapes_dtypes_roots_and_reductions() {
         &ops,
         &["rank 0: reduce_scatter(sum)", "rank 1: reduce_scatter(max)"],
     );
+    let roots = errors(3, |world| {
+        let root = usize::from(world.rank() == 2);
+        world
+            .reduce(&zeros(&[2], DType::F32), root, ReduceOp::Min)
+            .map(|_| ())
+    });
+    assert_all_say(
+        &roots,
+        &[
+            "reduce(min, root 0) of f32 [2] at ",
+            "rank 2: reduce(min, root 1) of f32 [2] at ",
+        ],
+    );
+    let roots = errors(2, |world| {
+        world
+            .scatter(&zeros(&[3, 4], DType::F32), &[1, 2], world.rank(), 0)
+            .map(|_| ())
+    });
+    assert_all_say(
+        &roots,
+        &[
+            "rank 0: scatter(root 0, sizes [1, 2]) of f32 [3, 4] at ",
+            "rank 1: scatter(root 1, sizes [1, 2]) of f32 [3, 4] at ",
+        ],
+    );
+    let lengths = errors(2, |world| {
+        let sizes = [[2, 3], [2, 4]][world.rank()];
+        let xs = zeros(&[sizes[world.rank()], 5], DType::F32);
+        world.gather(&xs, &sizes, 1, 0).map(|_| ())
+    });
+    assert_all_say(
+        &lengths,
+        &[
+            "rank 0: gather(root 1, sizes [2, 3]) of f32 [5, 5] at ",
+            "rank 1: gather(root 1, sizes [2, 4]) of f32 [6, 5] at ",
+        ],
+    );
     let kinds = errors(2, |world| match world.rank() {
         0 => world.barrier(),
         _ => world.split(0, 0).map(|_| ()),
@@ -349,6 +386,37 @@ fn arguments() {
     assert_eq!(
         said,
         "all_to_all of uneven parts: rank 0 sends itself 0 rows, but receives 1"
+    );
+    let said = message(&|world, xs| world.reduce(xs, 3, ReduceOp::Sum).map(|_| ()));
+    assert_eq!(
+        said,
+        "reduce: root 3 is not a rank of a group of world_size 3"
+    );
+    let said = message(&|world, xs| world.gather(xs, &[4, 4], 1, 0).map(|_| ()));
+    assert_eq!(
+        said,
+        "gather(root 1, sizes [4, 4]): expected a size for each of 3 ranks, got 2"
+    );
+    let said = message(&|world, xs| world.gather(xs, &[3, 3, 3], 1, 0).map(|_| ()));
+    assert_eq!(
+        said,
+        "gather(root 1, sizes [3, 3, 3]): expected 3 rows on rank 0, got 4"
+    );
+    let said = message(&|world, xs| {
+        let root = world.rank();
+        world.scatter(xs, &[1, 1, 1], root, 0).map(|_| ())
+    });
+    assert_eq!(
+        said,
+        "scatter(root 0, sizes [1, 1, 1]): expected 3 rows on rank 0, got 4"
+    );
+    let said = message(&|world, _| {
+        let xs = zeros(&[4], DType::I64);
+        world.all_reduce(&xs, ReduceOp::Avg).map(|_| ())
+    });
+    assert_eq!(
+        said,
+        "all_reduce(avg) of i64: an average of integers is none\nhint: take the sum, or averages of f32 or f64"
     );
     let said = message(&|world, xs| world.all_gather(xs, 2).map(|_| ()));
     assert!(said.contains("[4, 2]") && said.contains('2'), "{said}");

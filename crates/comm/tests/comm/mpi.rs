@@ -152,6 +152,16 @@ fn ranks_that_disagree() {
         );
         let large = zeros(&[300_000 + world.rank()])?;
         assert_says(world.all_gather(&large, 0), &["operation number 1"]);
+        let sizes = [[1, 2, 3], [1, 2, 3], [1, 2, 4]][world.rank()];
+        let xs = zeros(&[sizes[world.rank()], 300_000])?;
+        let words = [
+            "gather(root 1, sizes [1, 2, 3]) of f32 [6, 300000] at ",
+            "rank 2: gather(root 1, sizes [1, 2, 4]) of f32 [7, 300000] at ",
+        ];
+        assert_says(world.gather(&xs, &sizes, 1, 0), &words);
+        let root = world.rank() / 2;
+        let words = ["reduce(prod, root 0)", "rank 2: reduce(prod, root 1)"];
+        assert_says(world.reduce(&zeros(&[3])?, root, ReduceOp::Prod), &words);
         let kinds = match world.rank() {
             0 => world.barrier(),
             _ => world.split(0, 0).map(|_| ()),

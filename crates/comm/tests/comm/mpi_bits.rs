@@ -5,6 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use candle_comm::{ProcessGroup, ReduceOp, launch};
 use candle_core::{DType, Device, Result, Tensor};
 
+use crate::conformance::ops;
 use crate::mpi::conforms;
 use crate::mpirun::{run, run_on_hosts};
 use crate::reference::{DTYPES, Random};
@@ -40,12 +41,19 @@ fn hash_reduced(xs: &Tensor) -> Result<u64> {
     Ok(hash(&numbers)? ^ hash(&is_nan)?.rotate_left(1))
 }
 
+/// Of what the root alone has; 0 for the others.
+fn hash_of_root(xs: Option<Tensor>) -> Result<Option<u64>> {
+    let xs = xs.as_ref();
+    xs.map_or(Ok(Some(0)), |xs| hash_reduced(xs).map(Some))
+}
+
 /// What all results of one rank hash to.
 fn all_operations(world: &ProcessGroup, len: usize, dtype: DType) -> Result<Vec<u64>> {
     let n = world.world_size();
     let mut results = Vec::new();
     let xs = any_bits(1, world.rank(), &[n * len, 3], dtype)?;
-    for op in [ReduceOp::Sum, ReduceOp::Max] {
+    for op in ops(dtype) {
+        results.extend(hash_of_root(world.reduce(&xs, n / 2, op)?)?);
         results.push(hash_reduced(&world.all_reduce(&xs, op)?)?);
         results.push(hash_reduced(&world.reduce_scatter(&xs, op, 0)?)?);
         let whole = xs.force_contiguous()?;
@@ -62,6 +70,12 @@ fn all_operations(world: &ProcessGroup, len: usize, dtype: DType) -> Result<Vec<
     results.push(hash(&world.all_to_all(&xs, 0)?)?);
     results.push(hash(&world.broadcast(&xs, n - 1)?)?);
     results.push(hash(&world.broadcast(&xs, 0)?)?);
+    let sizes: Vec<usize> = (0..n).map(|rank| (rank + 1) % 3 * len).collect();
+    let mine = any_bits(2, world.rank(), &[sizes[world.rank()], 3], dtype)?;
+    let all = world.gather(&mine, &sizes, n / 2, 0)?;
+    let whole = all.clone().unwrap_or(mine);
+    results.extend(hash_of_root(all)?);
+    results.push(hash(&world.scatter(&whole, &sizes, n / 2, 0)?)?);
     Ok(results)
 }
 

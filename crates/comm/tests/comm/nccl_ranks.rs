@@ -34,6 +34,18 @@ fn a_world_of_one() -> Result<()> {
                     Operation::AllGather,
                     Operation::Broadcast { root: 0 },
                     Operation::AllToAll,
+                    Operation::Reduce {
+                        op: ReduceOp::Min,
+                        root: 0,
+                    },
+                    Operation::Scatter {
+                        root: 0,
+                        sizes: Arc::new([len]),
+                    },
+                    Operation::Gather {
+                        root: 0,
+                        sizes: Arc::new([len]),
+                    },
                     Operation::Messages {
                         name: "batch_send_recv",
                         messages: Arc::new([
@@ -175,9 +187,11 @@ fn reductions_keep_their_contract() -> Result<()> {
             let x = if world.rank() == 0 { large } else { 1.0 };
             let xs = Tensor::new(&[x, x, x], &Device::Cpu)?.to_dtype(dtype)?;
             let xs = on(&world, &xs)?;
+            let third = |xs: Tensor| (xs.to_dtype(DType::F32)? * 3.0)?.to_dtype(dtype);
             for sum in [
                 world.all_reduce(&xs, ReduceOp::Sum)?,
                 world.reduce_scatter(&xs, ReduceOp::Sum, 0)?,
+                third(world.all_reduce(&xs, ReduceOp::Avg)?)?,
             ] {
                 let sum = sum.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
                 assert!(

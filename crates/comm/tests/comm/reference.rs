@@ -63,6 +63,12 @@ pub fn inputs(seed: u64, world_size: usize, dims: &[usize], dtype: DType) -> Res
 
 /// The reduction pairwise by rank, half precision accumulated in f32.
 pub fn reduce(inputs: &[Tensor], op: ReduceOp) -> Result<Tensor> {
+    if op == ReduceOp::Prod && !inputs[0].dtype().is_float() {
+        // They wrap.
+        let dtype = inputs[0].dtype();
+        let wide = inputs.iter().map(|xs| xs.to_dtype(DType::I64));
+        return tree(&wide.collect::<Result<Vec<_>>>()?, op)?.to_dtype(dtype);
+    }
     /// Cut after the largest power of two that is less than their number.
     fn tree(inputs: &[Tensor], op: ReduceOp) -> Result<Tensor> {
         if let [xs] = inputs {
@@ -74,11 +80,18 @@ pub fn reduce(inputs: &[Tensor], op: ReduceOp) -> Result<Tensor> {
         let (left, right) = inputs.split_at(inputs.len().next_power_of_two() / 2);
         let (left, right) = (tree(left, op)?, tree(right, op)?);
         match op {
-            ReduceOp::Sum => left + right,
+            ReduceOp::Sum | ReduceOp::Avg => left + right,
+            ReduceOp::Prod => left * right,
             ReduceOp::Max => left.maximum(&right),
+            ReduceOp::Min => left.minimum(&right),
         }
     }
-    tree(inputs, op)?.to_dtype(inputs[0].dtype())
+    let mut result = tree(inputs, op)?;
+    if op == ReduceOp::Avg && inputs.len() > 1 {
+        let count = Tensor::new(inputs.len() as f64, &Device::Cpu)?;
+        result = result.broadcast_div(&count.to_dtype(result.dtype())?)?;
+    }
+    result.to_dtype(inputs[0].dtype())
 }
 
 /// Part `part` of `num_parts` along `dim`.

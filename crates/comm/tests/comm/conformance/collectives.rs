@@ -3,15 +3,13 @@
 use candle_comm::ReduceOp;
 use candle_core::{D, DType, Result, Tensor};
 
-use super::{Launch, for_all};
+use super::{Launch, for_all, large_with_root, ops};
 use crate::reference::{assert_same, cat, input, inputs, on, part, reduce};
-
-const OPS: [ReduceOp; 2] = [ReduceOp::Sum, ReduceOp::Max];
 
 pub fn all_reduce(launch: &impl Launch) -> Result<()> {
     let shapes: [&[usize]; 7] = [&[], &[0], &[1], &[7], &[3, 5], &[2, 0, 3], &[4099]];
     for_all(launch, &shapes, |world, dims, dtype| {
-        for op in OPS {
+        for op in ops(dtype) {
             let all = inputs(1, world.world_size(), dims, dtype)?;
             let got = world.all_reduce(&on(world, &all[world.rank()])?, op)?;
             assert_same(
@@ -43,7 +41,9 @@ pub fn all_gather(launch: &impl Launch) -> Result<()> {
 pub fn reduce_scatter(launch: &impl Launch) -> Result<()> {
     let shapes: [&[usize]; 5] = [&[0], &[1], &[3, 5], &[2, 1, 3], &[2, 0, 3]];
     for_all(launch, &shapes, |world, dims, dtype| {
-        for (dim, op) in (0..dims.len()).flat_map(|dim| OPS.map(|op| (dim, op))) {
+        for (dim, op) in
+            (0..dims.len()).flat_map(|dim| ops(dtype).into_iter().map(move |op| (dim, op)))
+        {
             let mut dims = dims.to_vec();
             dims[dim] *= world.world_size();
             let all = inputs(3, world.world_size(), &dims, dtype)?;
@@ -67,7 +67,7 @@ pub fn in_place(launch: &impl Launch) -> Result<()> {
         let mut dims = dims.to_vec();
         dims[0] *= n;
         let around = |xs: &Tensor| Tensor::cat(&[xs, xs, xs], 0);
-        for op in OPS {
+        for op in ops(dtype) {
             let all = inputs(11, n, &dims, dtype)?;
             let what = format!("all_reduce({op}) in place {dims:?}");
             let buffer = on(world, &around(&all[rank])?)?;
@@ -184,6 +184,7 @@ pub fn all_to_all_uneven(launch: &impl Launch) -> Result<()> {
 
 /// Large enough for the work to be shared out or done in the background, with sizes that nothing divides.
 pub fn large(launch: &impl Launch) -> Result<()> {
+    large_with_root(launch)?;
     for (world_size, dtype) in [(2, DType::F32), (3, DType::BF16), (5, DType::F32)] {
         launch.run(world_size, |world| {
             let (rank, n) = (world.rank(), world_size);

@@ -115,6 +115,13 @@ pub fn counters(launch: &impl Launch) -> Result<()> {
             world.broadcast(&xs, 0)?;
             world.all_to_all(&xs, 0)?;
             world.barrier()?;
+            world.reduce(&xs, 0, ReduceOp::Sum)?;
+            let mut sizes = vec![1; world_size];
+            sizes[0] = 3;
+            let rows = |num_rows| Tensor::zeros((num_rows, 10), DType::F32, world.device());
+            let mine = rows(if world.rank() == 0 { world_size + 2 } else { 1 })?;
+            world.scatter(&mine, &sizes, 0, 0)?;
+            world.gather(&rows(sizes[world.rank()])?, &sizes, 0, 0)?;
             if world.rank() == 0 && n > 1 {
                 world.batch_send_recv(&[
                     P2p::Send { xs: &xs, dst: 1 },
@@ -141,6 +148,13 @@ pub fn counters(launch: &impl Launch) -> Result<()> {
             assert_eq!(count("broadcast"), (1, ring));
             assert_eq!(count("all_to_all"), (1, ring));
             assert_eq!(count("barrier"), (1, 0));
+            assert_eq!(count("reduce"), (1, ring));
+            let is_root = world.rank() == 0;
+            assert_eq!(
+                count("scatter"),
+                (1, if is_root { (n - 1) * 40 } else { 0 })
+            );
+            assert_eq!(count("gather"), (1, if is_root { 0 } else { 40 }));
             let sends = [(1, 2 * size), (1, 0), (0, 0), (0, 0), (0, 0)];
             assert_eq!(count("batch_send_recv"), sends[world.rank()]);
             // Of integers all backends send as many bytes as they have.

@@ -4,14 +4,16 @@ mod background;
 mod collectives;
 mod groups;
 mod messages;
+mod rooted;
 
-use candle_comm::ProcessGroup;
+use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{DType, Result};
 
 pub use background::*;
 pub use collectives::*;
 pub use groups::*;
 pub use messages::*;
+pub use rooted::*;
 
 use crate::reference::DTYPES;
 
@@ -27,6 +29,20 @@ pub trait Launch {
         world_size: usize,
         run: impl Fn(ProcessGroup) -> Result<T> + Sync,
     ) -> Result<Vec<T>>;
+}
+
+/// The reductions of a dtype.
+pub fn ops(dtype: DType) -> Vec<ReduceOp> {
+    let ops = [
+        ReduceOp::Sum,
+        ReduceOp::Max,
+        ReduceOp::Min,
+        ReduceOp::Prod,
+        ReduceOp::Avg,
+    ];
+    let ops = ops.into_iter();
+    ops.filter(|op| *op != ReduceOp::Avg || dtype.is_float())
+        .collect()
 }
 
 /// Calls `check(world, dims, dtype)` for every world size, dtype and small shape.
@@ -60,6 +76,9 @@ macro_rules! for_each_conformance {
             broadcast,
             all_to_all,
             all_to_all_uneven,
+            reduce_to_root,
+            scatter_and_gather,
+            rooted_in_flight,
             batch_send_recv,
             views,
             independent_results,
