@@ -90,7 +90,6 @@ fn values() -> Vec<(&'static str, &'static str)> {
         ("device", "cpu"),
         ("check-collectives", "true"),
         ("half-sums", "native"),
-        ("mpi-reduction", "native"),
         ("deterministic", "true"),
         ("matmul-precision", "high"),
         ("deadline", "60"),
