@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_comm::{LocalConfig, ProcessGroup, ReduceOp, launch};
 use candle_core::{DType, Device, Result, Tensor, Var};
 
-use crate::conformance;
+use crate::conformance::{self, ops};
 use crate::reference::{assert_same, input};
 use crate::threads::Threads;
 
@@ -100,7 +100,7 @@ fn a_nan_on_one_rank_is_seen_by_all() -> Result<()> {
             };
             for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
                 let xs = Tensor::new(&[x], &Device::Cpu)?.to_dtype(dtype)?;
-                for op in [ReduceOp::Sum, ReduceOp::Max] {
+                for op in ops(dtype) {
                     let got = world
                         .all_reduce(&xs, op)?
                         .to_dtype(DType::F32)?

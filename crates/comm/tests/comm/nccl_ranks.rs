@@ -217,6 +217,13 @@ fn reductions_keep_their_contract() -> Result<()> {
                     max[0].is_nan() && max[1..] == [-2.0, f32::NEG_INFINITY],
                     "{dtype:?}: {max:?}"
                 );
+                let min = world.all_reduce(&xs, ReduceOp::Min)?;
+                let min = min.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                let min = min.to_vec1::<f32>()?;
+                assert!(
+                    min[0].is_nan() && min[1..] == [-2.0, f32::NEG_INFINITY],
+                    "{dtype:?}: {min:?}"
+                );
                 let part = world
                     .reduce_scatter(&xs, ReduceOp::Max, 0)?
                     .to_device(&Device::Cpu)?;
