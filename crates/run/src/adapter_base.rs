@@ -88,6 +88,9 @@ fn find_base(dir: &Path, base: &str) -> Option<String> {
 }
 
 /// An error if `--model` is an adapter's folder where only a model can be meant.
+///
+/// # Errors
+/// That it is one, with the model that it was trained on.
 pub fn refuse_adapter(model: &str) -> Result<()> {
     let dir = Path::new(model);
     if !is_adapter(dir) {

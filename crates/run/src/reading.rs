@@ -56,7 +56,7 @@ struct Reader<'a> {
 
 impl DataArgs {
     /// The samples of a run. The date of the chat template is that of the checkpoint from which the run goes on, if it does.
-    pub fn read(
+    pub(crate) fn read(
         &self,
         model: DataModel,
         (training, ranks): (&TrainingArgs, &RunConfig),
@@ -86,6 +86,9 @@ impl DataArgs {
     }
 
     /// The samples that are shown where nothing is trained.
+    ///
+    /// # Errors
+    /// Data that cannot be read, or has nothing to learn; flags that have nothing to do with it.
     pub fn preview(
         &self,
         model: DataModel,

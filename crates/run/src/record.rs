@@ -188,6 +188,9 @@ impl TrainingArgs {
 }
 
 /// A checksum of the sizes of a model's weights files and of parts of them.
+///
+/// # Errors
+/// A file that cannot be read.
 pub fn digest_of_weights(dir: &Path) -> Result<String> {
     let mut files: Vec<PathBuf> = std::fs::read_dir(dir)?
         .map(|entry| Ok(entry?.path()))

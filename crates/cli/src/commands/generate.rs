@@ -272,10 +272,10 @@ impl Generate {
             Some(dir) => store.with_adapter(Adapter::open(dir)?)?,
             None => store,
         };
-        if mesh.world.rank() == 0 {
-            if let Some(warning) = self.ranks.warning_of_precision(mesh.world.device()) {
-                eprintln!("warning: {warning}");
-            }
+        if mesh.world.rank() == 0
+            && let Some(warning) = self.ranks.warning_of_precision(mesh.world.device())
+        {
+            eprintln!("warning: {warning}");
         }
         let vb = store.builder(self.dtype.into(), mesh.world.device());
         Ok(Writer {

@@ -72,7 +72,7 @@ impl Default for CheckpointArgs {
 
 impl CheckpointArgs {
     /// An error if these flags contradict each other, or the trained model would replace the checkpoints in `output`.
-    pub fn validate(&self, output: &Path) -> Result<()> {
+    pub(crate) fn validate(&self, output: &Path) -> Result<()> {
         if let (Some(every), None) = (self.save_every, &self.save_dir) {
             bail!(
                 "--save-every {every} is given without --save-dir\nhint: --save-dir names the folder of the checkpoints"
@@ -197,7 +197,7 @@ impl CheckpointArgs {
 
     /// What writes checkpoints, if the run is to, and after how many steps each time: to --save-dir, or to the folder `of_best`, which has the
     /// best and no others. A run that begins is called `run`. Every rank must call it.
-    pub fn saver(
+    pub(crate) fn saver(
         &self,
         world: &ProcessGroup,
         (run, resumed): (&str, Option<&TrainingCheckpoint>),

@@ -62,7 +62,7 @@ impl DataArgs {
     }
 
     /// The files.
-    pub fn find(&self) -> Result<Data> {
+    pub(crate) fn find(&self) -> Result<Data> {
         let data = Data::find(&self.data, DataUse::Training)?;
         Ok(data.with_columns(&self.columns()))
     }
@@ -72,7 +72,7 @@ impl DataArgs {
     }
 
     /// An error if what is held out would be trained on, too.
-    pub fn validate(&self, evaluation: &EvalArgs) -> Result<()> {
+    pub(crate) fn validate(&self, evaluation: &EvalArgs) -> Result<()> {
         if self.data.is_empty() {
             bail!("no data is named, expected the files or folders to learn from (--data)");
         }

@@ -45,7 +45,7 @@ impl EvalArgs {
     }
 
     /// An error if one of these flags is given without that which it needs.
-    pub fn validate(&self) -> Result<()> {
+    pub(crate) fn validate(&self) -> Result<()> {
         for (flag, is_given) in [
             ("--eval-every", self.eval_every.is_some()),
             ("--patience", self.patience.is_some()),

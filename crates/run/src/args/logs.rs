@@ -62,10 +62,12 @@ impl MetricsOf<'_> {
     }
 }
 
+type WriteLine = Box<dyn FnMut(&MetricsLine) -> Result<()> + Send>;
+
 /// What the steps and evaluations are written to.
 pub(crate) struct Log {
     name: &'static str,
-    write: Box<dyn FnMut(&MetricsLine) -> Result<()> + Send>,
+    write: WriteLine,
 }
 
 impl Observer for Log {

@@ -60,7 +60,7 @@ impl LoraArgs {
     }
 
     /// An error if a flag is given without that which it belongs to.
-    pub fn validate(&self) -> Result<()> {
+    pub(crate) fn validate(&self) -> Result<()> {
         let details = [
             ("--lora-alpha", self.lora_alpha.is_some()),
             ("--lora-dropout", self.lora_dropout.is_some()),
@@ -83,7 +83,7 @@ impl LoraArgs {
 
     /// An error if there is no adapter to go on with, or one of another type of model; what to warn of. `model` is what `--model` says, and
     /// its folder.
-    pub fn check(&self, model: Option<(&str, &Path)>) -> Result<Option<String>> {
+    pub(crate) fn check(&self, model: Option<(&str, &Path)>) -> Result<Option<String>> {
         match (&self.adapter, model) {
             (Some(dir), Some((model, model_dir))) => check_base(dir, model, model_dir),
             _ => Ok(None),
@@ -91,7 +91,7 @@ impl LoraArgs {
     }
 
     /// The store with the adapters that these flags ask for; `base_model` is what `--model` says.
-    pub fn apply(
+    pub(crate) fn apply(
         &self,
         store: ParamStore,
         seed: u64,
@@ -132,7 +132,7 @@ impl LoraArgs {
     }
 
     /// Notes what of them decides the weights.
-    pub fn add_to(&self, record: &mut TrainingRecord) -> Result<()> {
+    pub(crate) fn add_to(&self, record: &mut TrainingRecord) -> Result<()> {
         if let Some(dir) = &self.adapter {
             let digest = digest_of_weights(dir)?;
             record

@@ -30,6 +30,9 @@ pub fn written(number: f64) -> String {
 }
 
 /// A size such as 5GB, 500MiB or 1000000 in bytes.
+///
+/// # Errors
+/// What is expected.
 pub fn num_bytes(text: &str) -> Result<usize, String> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.');
     let (number, unit) = text.split_at(end.unwrap_or(text.len()));

@@ -38,7 +38,7 @@ impl Default for TraceArgs {
 
 impl TraceArgs {
     /// An error if a run of so many steps has none to be recorded.
-    pub fn check_steps(&self, num_steps: usize) -> Result<()> {
+    pub(crate) fn check_steps(&self, num_steps: usize) -> Result<()> {
         if let Some(steps) = &self.trace_steps
             && steps.start >= num_steps
         {
@@ -52,7 +52,7 @@ impl TraceArgs {
     }
 
     /// Checks, without changing anything, that a run of so many steps can be recorded.
-    pub fn check(&self, num_steps: usize) -> Result<()> {
+    pub(crate) fn check(&self, num_steps: usize) -> Result<()> {
         self.check_steps(num_steps)?;
         self.trace.iter().try_for_each(|path| Tracer::check(path))
     }

@@ -177,7 +177,8 @@ fn what_keeps_a_run_from_starting_is_an_error_and_ends_no_process() {
 #[test]
 fn runs_beside_each_other_do_not_disturb_each_other() {
     let dir = tempdir().unwrap();
-    let runs: Vec<Box<dyn Fn(&Path) + Send + Sync>> = vec![
+    type RunInto = Box<dyn Fn(&Path) + Send + Sync>;
+    let runs: Vec<RunInto> = vec![
         Box::new(|output| {
             drop(
                 finetune(output)
