@@ -1,5 +1,9 @@
 //! End-to-end tests: small checkpoints trained on every layout, against PyTorch's numbers and against one rank.
 
+/// What a rank has allocated is counted, for the memory of activations.
+#[global_allocator]
+static ALLOCATOR: candle_train_run::Allocator = candle_train_run::ALLOCATOR;
+
 #[path = "end_to_end/device.rs"]
 mod device;
 #[path = "end_to_end/fixture.rs"]
@@ -41,6 +45,8 @@ mod layouts;
 mod lora;
 #[path = "end_to_end/memory.rs"]
 mod memory;
+#[path = "end_to_end/memory_plan.rs"]
+mod memory_plan;
 #[path = "end_to_end/model_spec.rs"]
 mod model_spec;
 #[path = "end_to_end/pairwise.rs"]

@@ -84,6 +84,7 @@
 //! | `gradients` | [`Gradients`], their reduction over the mesh, norm and loss |
 //! | `optimizer` | [`Optimizer`], the rule; [`DistributedOptimizer`], which divides its work over replicas |
 //! | `memory` | [`MemoryMeter`]: the bytes that a rank holds, by what they are for |
+//! | `memory_plan` | [`MemoryPlan`]: what a rank will hold, by arithmetic |
 //! | `checkpoint` | Hugging Face folders, read and written part by part |
 #![deny(unsafe_code)]
 
@@ -96,6 +97,7 @@ mod gradients;
 mod layers;
 mod lora;
 mod memory;
+mod memory_plan;
 mod optimizer;
 mod params;
 mod pass;
@@ -119,6 +121,7 @@ pub use lora::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, L
 pub use memory::{
     MemoryCategory, MemoryGuard, MemoryMeter, MemoryReport, MemoryUse, count_memory_with,
 };
+pub use memory_plan::{MemoryPlan, Moment, PlannedPasses, PlannedUpdate, PlannedWork};
 pub use optimizer::{
     AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Needs, Offload, Optimizer,
     OptimizerState, ParamGroup, ParamMatrix, ParamSlice, SliceWeight, StepReport, UpdateStep,

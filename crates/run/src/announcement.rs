@@ -2,8 +2,6 @@
 
 use candle_comm::{Mesh, RankEnv, RunConfig};
 use candle_core::Result;
-use candle_parallel::{Plan, Schedule};
-use candle_train_models::CausalLm;
 use candle_trainer::{TrainConfig, Trainer, counted, peaks_in_words, warning_of_memory};
 
 use crate::args::lora::adapters_in_words;
@@ -92,9 +90,10 @@ impl TrainingRun<'_> {
 
     /// Says what is trained and what memory it takes. Every rank must call it, and the first one says it.
     pub(crate) fn announce(&self, trainer: &Trainer, mesh: &Mesh) -> Result<()> {
-        let params = trainer.part().params();
-        let expected = params.expected_memory(self.expected_activations(trainer, mesh)?);
-        let expected = trainer.memory_of_largest_rank(expected)?;
+        let (part, params) = (trainer.part(), trainer.part().params());
+        let on_gpu = !mesh.world.device().is_cpu();
+        let expected = self.memory_plan(params.of_rank(), part.layout(), on_gpu)?;
+        let expected = trainer.memory_of_largest_rank(expected.report())?;
         if mesh.world.rank() != 0 {
             return Ok(());
         }
@@ -148,37 +147,5 @@ impl TrainingRun<'_> {
             }
         }
         Ok(())
-    }
-
-    /// Bytes that the tapes of all micro-batches hold which the schedule has in flight on this rank, until their weight gradients are computed.
-    fn expected_activations(&self, trainer: &Trainer, mesh: &Mesh) -> Result<usize> {
-        let (batches, layout) = (&self.training.batches, &self.training.layout);
-        if self.training.strategy.num_servers() > 0 {
-            // Servers compute nothing.
-            return Ok(0);
-        }
-        let per_rank = batches.global_batch_size().div_ceil(layout.degrees().dp);
-        let num_micro_batches = per_rank.div_ceil(batches.micro_batch_size);
-        let part = trainer.part();
-        let schedule = Schedule::from(layout.pipeline.order.schedule);
-        let plan = Plan::new(&schedule, part.layout(), num_micro_batches)?;
-        let num_tokens = batches.micro_batch_size * batches.sequences.seq_len();
-        // Of a micro-batch that context-parallel ranks divide.
-        let num_tokens = num_tokens.div_ceil(mesh.cp.world_size());
-        let of_stage = |stage| {
-            let blocks = part.layout().blocks(stage);
-            let blocks = blocks.filter(|&block| block >= part.num_frozen_blocks());
-            let (dtype, tp) = (part.dtype(), mesh.tp.world_size());
-            num_tokens
-                * CausalLm::tape_bytes_of_blocks(
-                    &self.config,
-                    blocks,
-                    dtype,
-                    tp,
-                    layout.context.sequence_parallel,
-                    layout.recompute.into(),
-                )
-        };
-        Ok(plan.peak_of(mesh.pp.rank(), of_stage))
     }
 }

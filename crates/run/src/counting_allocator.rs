@@ -27,7 +27,7 @@ pub struct CountingAllocator<A>(pub A);
 
 /// Bytes that the threads of the calling rank have been given, less those that they gave back, whoever had asked for them; outside of a rank those
 /// of the thread.
-pub(crate) fn rank_allocated_bytes() -> i64 {
+pub fn rank_allocated_bytes() -> i64 {
     allocated_of_rank().map_or_else(|| OF_THREAD.get(), |bytes| bytes.load(Ordering::Relaxed))
 }
 

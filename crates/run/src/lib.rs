@@ -17,6 +17,7 @@ mod fit;
 mod flags;
 mod generation_config;
 mod idle;
+mod memory_plan;
 mod name;
 mod observer;
 mod output;
@@ -60,6 +61,10 @@ pub use args::trace::TraceArgs;
 pub use args::training::TrainingArgs;
 pub use config_file::{CONFIG_FILE, read_table};
 pub use counting_allocator::{CountingAllocator, peak_allocated_bytes, peak_bytes_of};
+pub use args::training::{BatchArgs, LayoutArgs, OptimizerArgs, TrainingArgs};
+pub use counting_allocator::{
+    CountingAllocator, peak_allocated_bytes, peak_bytes_of, rank_allocated_bytes,
+};
 pub use finetune::{Finetune, FromCheckpoint};
 pub use fingerprint::fingerprint_of_program;
 pub use flags::{Layer, find, leave_out, names, numbers_may_be_negative, words_of_layers};

@@ -16,7 +16,9 @@ use super::{AdamW, AdamWConfig, Offload, Optimizer, ParamGroup};
 use crate::agreement::Facts;
 use crate::gradients::{Gradients, ReducedGradients, ReducedLoss};
 use crate::memory::{MemoryCategory, num_bytes};
-use crate::params::{BucketWeights, FlatBuffer, Parameters, SaveSource, gather_range};
+use crate::params::{
+    BucketWeights, FlatBuffer, Parameters, ReplicaGroups, SaveSource, gather_range,
+};
 use crate::pass::PipelineRank;
 use crate::placement::intersect;
 
@@ -319,12 +321,7 @@ impl DistributedOptimizer {
             sharded.free_all()?;
         }
         let gathers = groups.shard.world_size() > 1 && params.sharded().is_none();
-        // ZeRO-2 has no buffers of whole buckets through which all weights could move at once.
-        let max_gathers = match (groups.config.overlap, groups.shards_gradients()) {
-            (false, _) => 0,
-            (true, true) => MAX_GATHERS,
-            (true, false) => usize::MAX,
-        };
+        let max_gathers = max_gathers(groups);
         for index in layout.in_forward_order() {
             let bucket = &layout.buckets[index];
             self.update_bucket(index, &reduced, number, lr)
@@ -372,6 +369,16 @@ impl DistributedOptimizer {
             own: self.own_range(index),
             weights,
         })
+    }
+}
+
+/// Buckets of updated weights that may be on their way when an update returns.
+pub(crate) fn max_gathers(groups: &ReplicaGroups) -> usize {
+    // ZeRO-2 has no buffers of whole buckets through which all weights could move at once.
+    match (groups.config.overlap, groups.shards_gradients()) {
+        (false, _) => 0,
+        (true, true) => MAX_GATHERS,
+        (true, false) => usize::MAX,
     }
 }
 

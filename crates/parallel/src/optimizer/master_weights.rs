@@ -21,21 +21,18 @@ use crate::placement::{intersect, offset_by};
 /// Kind of state: the f32 weights that the optimizer updates, those of the model or the masters of narrower ones.
 pub(crate) const MASTER: &str = "master";
 
-/// Type of the masters of bucket `index`: F32, or I16 for remainders, if its rules take those; `None` if the weights are f32.
+/// Type of the masters of weights of type `dtype`, the first of which are those of parameter `name`: F32, or I16 for remainders, if the rules
+/// take those; `None` if the weights are f32.
 pub(super) fn master_dtype(
-    params: &Parameters,
-    index: usize,
+    dtype: DType,
+    name: &str,
     takes_remainders: bool,
 ) -> Result<Option<DType>> {
-    let bucket = &params.layout().buckets[index];
-    match (bucket.dtype, bucket.slots.first()) {
-        (DType::F32, _) => Ok(None),
-        (DType::BF16, _) if takes_remainders => Ok(Some(DType::I16)),
-        (DType::BF16 | DType::F16, _) => Ok(Some(DType::F32)),
-        (dtype, slot) => bail!(
-            "parameter {} is of type {dtype:?}; expected F32, BF16 or F16",
-            slot.map_or("", |slot| &params.get(slot.param).name)
-        ),
+    match dtype {
+        DType::F32 => Ok(None),
+        DType::BF16 if takes_remainders => Ok(Some(DType::I16)),
+        DType::BF16 | DType::F16 => Ok(Some(DType::F32)),
+        dtype => bail!("parameter {name} is of type {dtype:?}; expected F32, BF16 or F16"),
     }
 }
 

@@ -20,6 +20,7 @@ use std::ops::Range;
 use candle_core::{Result, Tensor, bail};
 
 pub use adamw::{AdamW, AdamWConfig};
+pub(crate) use distributed::max_gathers;
 pub use distributed::{DistributedOptimizer, StepReport};
 pub use loss_scaling::LossScaling;
 pub(crate) use master_weights::MASTER;
@@ -27,6 +28,7 @@ pub use offload::Offload;
 pub use param_group::ParamGroup;
 pub use param_matrix::ParamMatrix;
 pub use state::OptimizerState;
+pub(crate) use state_store::{BucketShape, next_in};
 pub(crate) use training_state::OptimizerCounters;
 
 use crate::params::Param;

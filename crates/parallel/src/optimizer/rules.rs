@@ -115,12 +115,14 @@ impl Rules {
         };
         let takes_remainders = bucket.slots.iter().all(takes_remainders);
         let kinds = self.spans[index].iter();
+        let first = bucket.slots.first();
+        let name = first.map_or("", |slot| &params.get(slot.param).name);
         Ok(BucketShape {
             len: params.groups().own_range(bucket.len).len(),
             kinds: kinds
                 .flat_map(|span| span.kinds.clone().map(|_| span.range.len()))
                 .collect(),
-            master: master_dtype(params, index, takes_remainders)?,
+            master: master_dtype(bucket.dtype, name, takes_remainders)?,
         })
     }
 

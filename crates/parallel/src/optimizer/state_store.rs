@@ -2,14 +2,15 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::Offload;
+use super::master_weights::master_dtype;
 use super::state_file::StateFile;
 use super::state_on_host::StateOnHost;
+use super::{Offload, Optimizer};
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
 
 /// Of the part of one bucket that a rank updates, on the device that computes.
 #[derive(Clone)]
-pub(super) struct BucketState {
+pub(crate) struct BucketState {
     /// A tensor for each kind of state of each rule.
     pub state: Vec<Tensor>,
     /// The weights in f32, if the model's are narrower, or their remainders.
@@ -17,7 +18,7 @@ pub(super) struct BucketState {
 }
 
 /// What a bucket's state is, before there is any.
-pub(super) struct BucketShape {
+pub(crate) struct BucketShape {
     /// Number of values that the rank updates.
     pub len: usize,
     /// Number of values of each of the rules' kinds of state.
@@ -39,6 +40,18 @@ enum Place {
 }
 
 impl BucketShape {
+    /// Of `len` values of type `dtype`, the first of them of parameter `name`, that `rule` updates wherever they lie.
+    ///
+    /// # Errors
+    /// A type that cannot be trained.
+    pub fn of_rule(rule: &dyn Optimizer, len: usize, dtype: DType, name: &str) -> Result<Self> {
+        Ok(Self {
+            len,
+            kinds: vec![len; rule.state_names().len()],
+            master: master_dtype(dtype, name, rule.takes_remainders())?,
+        })
+    }
+
     /// Lengths and types of the tensors: those of the state, then that of the masters if there are any.
     pub fn tensors(&self) -> impl Iterator<Item = (usize, DType)> {
         let kinds = self.kinds.iter().map(|&len| (len, DType::F32));
@@ -64,6 +77,15 @@ impl BucketShape {
     }
 }
 
+/// Of each bucket the one that is updated after it, if `order` is that of updates; the first one after the last.
+pub(crate) fn next_in(order: &[usize]) -> Vec<usize> {
+    let mut next = vec![0; order.len()];
+    for (place, &index) in order.iter().enumerate() {
+        next[index] = order[(place + 1) % order.len()];
+    }
+    next
+}
+
 impl BucketState {
     /// All tensors: those of the state, then the masters.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
@@ -84,10 +106,7 @@ impl StateStore {
         order: &[usize],
         make: impl FnMut(usize) -> Result<BucketState>,
     ) -> Result<Self> {
-        let mut next: Vec<usize> = (0..shapes.len()).collect();
-        for (place, &index) in order.iter().enumerate() {
-            next[index] = order[(place + 1) % order.len()];
-        }
+        let next = next_in(order);
         Ok(Self(match offload {
             Offload::Host if !device.is_cpu() => {
                 Place::Host(StateOnHost::new(shapes, next, device, meter, make)?)

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{Result, bail};
+use candle_core::{Device, Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::layout::{Bucket, Sharing};
@@ -128,6 +128,16 @@ impl DataParallel {
     }
 }
 
+impl DataParallel {
+    /// Into how many slices `dp` replicas divide what they divide.
+    fn num_slices(&self, dp: usize) -> usize {
+        match self.zero {
+            ZeroStage::Zero => 1,
+            _ => self.zero_group.unwrap_or(dp),
+        }
+    }
+}
+
 /// The data-parallel ranks as a grid: those that divide everything between them, and those that hold the same slices.
 pub(crate) struct ReplicaGroups {
     pub config: DataParallel,
@@ -141,15 +151,26 @@ pub(crate) struct ReplicaGroups {
 }
 
 impl ReplicaGroups {
+    /// Those of replica `rank` of `num_replicas`, which knows no other one.
+    pub fn unconnected(config: DataParallel, rank: usize, num_replicas: usize) -> Result<Self> {
+        config.validate(num_replicas)?;
+        let len = config.num_slices(num_replicas);
+        let group = |rank, len| ProcessGroup::unconnected(rank, len, Device::Cpu);
+        let shard = group(rank % len, len);
+        Ok(Self {
+            config,
+            tiles: shard.clone(),
+            shard,
+            replicate: group(rank / len, num_replicas / len),
+        })
+    }
+
     /// Splits `mesh.replicas`. Every rank must call it.
     pub fn new(config: DataParallel, mesh: &Mesh) -> Result<Self> {
         let dp = &mesh.replicas;
         config.validate(dp.world_size())?;
         let single = || ProcessGroup::single(dp.device().clone());
-        let len = match config.zero {
-            ZeroStage::Zero => 1,
-            _ => config.zero_group.unwrap_or(dp.world_size()),
-        };
+        let len = config.num_slices(dp.world_size());
         let (shard, replicate) = match len {
             1 => (single(), dp.clone()),
             len if len == dp.world_size() => (dp.clone(), single()),

@@ -5,7 +5,6 @@ mod allowance;
 mod builder;
 mod changes;
 mod data_parallel;
-mod expected_memory;
 mod flat_buffer;
 mod init;
 mod layout;

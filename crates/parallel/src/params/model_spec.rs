@@ -189,6 +189,7 @@ impl ModelSpec {
         let Degrees { dp, cp, tp, .. } = self.degrees;
         let (layout, num_replicas) = (&self.layout, dp * cp);
         let (tp_rank, pp_rank) = (rank % tp, rank / (num_replicas * tp));
+        let own_stages = layout.stages_of(pp_rank);
         let is_own = |stage: &usize| layout.rank_of(*stage) == pp_rank;
         let mut params = Vec::new();
         let mut tied: BTreeMap<BTreeSet<usize>, Vec<usize>> = BTreeMap::new();
@@ -229,6 +230,10 @@ impl ModelSpec {
             .map(|(stages, params)| TieSpec::new(stages, params, pp_rank, layout))
             .collect();
         RankSpec {
+            pp_rank,
+            stages: own_stages.map(|stage| layout.blocks(stage)).collect(),
+            replica: rank / tp % num_replicas,
+            num_replicas,
             layout: ParamLayout::new(&params, &ties, num_replicas),
             params,
             ties,

@@ -13,6 +13,14 @@ use crate::placement::Indices;
 /// What one rank holds of a model: numbers, no values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankSpec {
+    /// Its place in the pipeline.
+    pub(crate) pp_rank: usize,
+    /// The blocks of each of its stages.
+    pub(crate) stages: Vec<Range<usize>>,
+    /// Its place among the ranks that hold the same parameters.
+    pub(crate) replica: usize,
+    /// How many ranks hold the same parameters.
+    pub(crate) num_replicas: usize,
     pub(crate) params: Vec<HeldParam>,
     /// Those that other stages use, too.
     pub(crate) ties: Vec<TieSpec>,
@@ -102,6 +110,11 @@ impl RankSpec {
 }
 
 impl HeldParam {
+    /// Memory of what is held.
+    pub fn num_bytes(&self) -> usize {
+        self.num_values * self.dtype.size_in_bytes()
+    }
+
     /// What other tensor-parallel ranks hold of it.
     pub(super) fn sharing(&self) -> Sharing {
         match (self.shared.is_empty(), self.is_replicated) {

@@ -84,7 +84,7 @@ impl Plan {
     }
 
     /// Forward passes alone, of an evaluation or of a text that is generated: each stage's micro-batches one after the other.
-    pub(crate) fn forwards(layout: &PipelineLayout, num_micro_batches: usize) -> Self {
+    pub fn forwards(layout: &PipelineLayout, num_micro_batches: usize) -> Self {
         let of_rank = |rank| {
             let stages = layout.stages_of(rank);
             let units = stages.flat_map(|stage| {
@@ -202,7 +202,7 @@ impl Plan {
     }
 
     /// A rank's list with halves that follow each other as one, unless another rank waits for what the first one gives.
-    fn joined(&self, rank: usize) -> Vec<Instruction> {
+    pub(crate) fn joined(&self, rank: usize) -> Vec<Instruction> {
         let layout = &self.layout;
         let mut joined: Vec<Instruction> = Vec::with_capacity(self.ranks[rank].len());
         for &instruction in &self.ranks[rank] {
