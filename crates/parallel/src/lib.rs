@@ -128,8 +128,7 @@ pub use optimizer::{
 };
 pub use params::{
     DataParallel, HeldParam, Holder, ModelSpec, Param, ParamBuilder, ParamSpec, ParamStore,
-    Parameters, PlannedParam, RankSpec, ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat,
-    ZeroStage, planned_memory,
+    Parameters, RankSpec, ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage,
 };
 pub use pass::{
     ContextRank, GradientSink, KeyValueCache, Loss, Pass, PassReport, PipelineRank, WeightGrad,

@@ -360,6 +360,8 @@ impl Case {
                     ));
                 }
             }
+            let latest = planned.timeline().iter().map(|moment| moment.peak).max();
+            assert_eq!(latest, Some(planned.peak()), "{self:?}");
             let is_off = off(sums[0], sums[1]) > TOLERANCE_OF_ALL && !self.has_halves();
             if is_off || planned.peak() > sums[0] {
                 wrong.push(format!(

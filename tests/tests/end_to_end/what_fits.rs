@@ -1,12 +1,13 @@
 //! What README.md and docs/memory.md say fits in which memory: of models that are built without their values, by the formula that
 //! `candle-train inspect` prints and that a test compares with what runs expect.
 
-use candle_comm::{Degrees, Mesh, ProcessGroup};
-use candle_core::{DType, Device, Result};
+use candle_comm::Degrees;
+use candle_core::{DType, Device, Error, Result};
 use candle_parallel::{
-    LoraConfig, MemoryCategory, ParamStore, PlannedParam, Recompute, WeightFormat, planned_memory,
+    AdamW, AdamWConfig, DataParallel, LoraConfig, MemoryCategory, MemoryPlan, Offload, ParamStore,
+    Plan, PlannedPasses, PlannedUpdate, PlannedWork, Recompute, Schedule, WeightFormat,
 };
-use candle_train_models::{CausalLm, ModelConfig};
+use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use serde_json::json;
 
 /// Of the sequence that a step has.
@@ -81,11 +82,6 @@ enum Method {
 }
 
 impl Method {
-    /// The form of weights that are not trained, if it is not that of the others.
-    fn frozen_format(self) -> Option<WeightFormat> {
-        matches!(self, Self::LoraOnBlocks).then_some(WeightFormat::Q4K)
-    }
-
     fn store(self) -> Result<ParamStore> {
         let store = ParamStore::init(0);
         let lora = LoraConfig {
@@ -94,7 +90,8 @@ impl Method {
         };
         match self {
             Self::All => Ok(store),
-            Self::Lora | Self::LoraOnBlocks => store.with_lora(lora),
+            Self::Lora => store.with_lora(lora),
+            Self::LoraOnBlocks => Ok(store.with_lora(lora)?.with_frozen_format(WeightFormat::Q4K)),
         }
     }
 }
@@ -110,32 +107,40 @@ struct Bytes {
 
 fn bytes(large: &Sizes, method: Method) -> Result<Bytes> {
     let config = large.config()?;
-    let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default())?;
-    let builder = method
-        .store()?
-        .without_values()
-        .builder(DType::F32, &Device::Cpu);
-    let part = CausalLm::part(&config, &mesh, &builder)?;
-    let params = part.params().catalog().iter().map(|entry| PlannedParam {
-        shape: &entry.shape,
-        is_trained: entry.trainable,
-        is_inner: entry.name.starts_with("model.layers."),
-    });
-    let state = planned_memory(params, DType::BF16, method.frozen_format(), 0);
-    let state: u64 = MemoryCategory::ALL
-        .map(|category| state.of(category).peak)
+    let vb = method.store()?.builder(DType::BF16, &Device::Cpu);
+    let model = CausalLm::spec(&config, Degrees::default(), &vb, PartConfig::default())?;
+    let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 1)?;
+    let memory = |recompute| {
+        let tape_bytes = |block| {
+            let blocks = std::iter::once(block);
+            let of_token =
+                CausalLm::tape_bytes_of_blocks(&config, blocks, DType::BF16, 1, false, recompute);
+            NUM_TOKENS * of_token
+        };
+        let work = PlannedWork {
+            replicas: DataParallel::default(),
+            passes: Some(PlannedPasses {
+                plan: &plan,
+                tape_bytes: &tape_bytes,
+                border_bytes: 0,
+            }),
+            update: Some(PlannedUpdate {
+                rule: &AdamW(AdamWConfig::default()),
+                offload: &Offload::None,
+                on_gpu: false,
+            }),
+        };
+        Ok::<_, Error>(MemoryPlan::new(&model.of_rank(0), &work)?.report())
+    };
+    let [none, full] = [Recompute::None, Recompute::Full].map(memory);
+    let (none, full) = (none?, full?);
+    let activations = [none, full].map(|memory| memory.of(MemoryCategory::Activations).peak as f64);
+    let all: u64 = MemoryCategory::ALL
+        .map(|category| none.of(category).peak)
         .iter()
         .sum();
-    let activations = [Recompute::None, Recompute::Full].map(|recompute| {
-        let blocks = part.block_indices().skip(part.num_frozen_blocks());
-        let of_token =
-            CausalLm::tape_bytes_of_blocks(&config, blocks, DType::BF16, 1, false, recompute);
-        (NUM_TOKENS * of_token) as f64
-    });
-    Ok(Bytes {
-        state: state as f64,
-        activations,
-    })
+    let state = all as f64 - activations[0];
+    Ok(Bytes { state, activations })
 }
 
 /// The model that the README tells of.

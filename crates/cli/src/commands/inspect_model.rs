@@ -86,8 +86,8 @@ fn model(dir: &Path, wanted: Wanted) -> Result<()> {
     if let Err(err) = &weights {
         print_line(&format!("no weights: {}", message_of(err)));
     }
-    if let (Ok(config), Ok(weights)) = (&config, &weights) {
-        print_memory(config, weights);
+    if let (Ok(config), Ok(_)) = (&config, &weights) {
+        print_memory(config)?;
     }
     if let Ok(weights) = &weights {
         print_tensors(weights, wanted);

@@ -65,10 +65,9 @@ pub struct PlannedUpdate<'a> {
 ///     let vb = ParamStore::init(0).builder(DType::F32, &Device::Cpu);
 ///     // Two blocks of 100 weights each.
 ///     let layout = PipelineLayout::even(2, 1)?;
-///     let model = ModelSpec::describe(layout, Default::default(), &vb, |_, vb| {
-///         vb.get((10, 10), "weight", candle_nn::Init::Const(0.0))
-///     });
-///     # let model = model?;
+///     let model = ModelSpec::describe(layout, Default::default(), &vb, |index, vb| {
+///         vb.pp(index).get((10, 10), "weight", candle_nn::Init::Const(0.0))
+///     })?;
 ///     let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 4)?;
 ///     let work = PlannedWork {
 ///         replicas: DataParallel::default(),

@@ -118,14 +118,6 @@ impl WeightFormat {
     }
 }
 
-impl WeightFormat {
-    /// Bytes of a frozen weight (rows, columns) that is held whole in this form; `is_inner`: it is neither of the first block nor of the last.
-    pub(crate) fn num_bytes(self, [rows, columns]: [usize; 2], is_inner: bool) -> usize {
-        let form = self.form(columns, is_inner);
-        form.num_held(&[rows, columns]) * form.held_dtype().size_in_bytes()
-    }
-}
-
 impl Packing {
     /// Of weight `name`, of whose columns this rank may have a part, `shard`, and of whose values it has `dims`; `None` if the form
     /// is that of the values.

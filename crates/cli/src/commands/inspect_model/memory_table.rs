@@ -1,14 +1,15 @@
 //! The memory that training a model takes on one device, beside the flags that it takes so much with.
 
-use candle_core::DType;
-use candle_parallel::checkpoint::Checkpoint;
+use candle_comm::Degrees;
+use candle_core::{DType, Device, Result};
 use candle_parallel::{
-    LoraConfig, MemoryCategory, MemoryReport, PlannedParam, Recompute, WeightFormat, planned_memory,
+    AdamW, AdamWConfig, DataParallel, LoraConfig, MemoryCategory, MemoryPlan, MemoryReport,
+    Offload, ParamStore, Plan, PlannedPasses, PlannedUpdate, PlannedWork, Recompute, Schedule,
+    WeightFormat,
 };
-use candle_train_models::{CausalLm, ModelConfig};
+use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::memory_in_words;
 
-use super::facts::parameters_of;
 use candle_train_run::print_line;
 
 /// Tokens of a micro-batch, or the model's context if that is shorter.
@@ -57,7 +58,10 @@ const COLUMNS: [MemoryCategory; 4] = [
 ];
 
 /// Prints a line for each way.
-pub(super) fn print_memory(config: &ModelConfig, weights: &Checkpoint) {
+///
+/// # Errors
+/// Numbers of the model that do not fit each other.
+pub(super) fn print_memory(config: &ModelConfig) -> Result<()> {
     let num_tokens = NUM_TOKENS.min(config.max_seq_len());
     print_line(&format!(
         "memory to train it on one device, with micro-batches of 1 sequence of {num_tokens} tokens, without what is being computed:"
@@ -65,13 +69,14 @@ pub(super) fn print_memory(config: &ModelConfig, weights: &Checkpoint) {
     let heads = COLUMNS.map(|category| category.to_string());
     print_row("", &[heads.to_vec(), vec!["in all".to_string()]].concat());
     for way in &WAYS {
-        let memory = way.memory(config, weights, num_tokens);
+        let memory = way.memory(config, num_tokens)?;
         let bytes = COLUMNS.map(|category| memory.of(category).peak);
         let total = bytes.iter().sum::<u64>();
         let bytes = bytes.iter().chain([&total]);
         let sizes: Vec<String> = bytes.map(|bytes| memory_in_words(*bytes)).collect();
         print_row(way.flags, &sizes);
     }
+    Ok(())
 }
 
 fn print_row(flags: &str, cells: &[String]) {
@@ -80,45 +85,43 @@ fn print_row(flags: &str, cells: &[String]) {
 }
 
 impl Way {
-    fn memory(
-        &self,
-        config: &ModelConfig,
-        weights: &Checkpoint,
-        num_tokens: usize,
-    ) -> MemoryReport {
-        // Matrices of decoder layers are linear layers' weights, in all families.
-        let is_inner = |name: &str| name.starts_with("model.layers.");
-        let shapes = parameters_of(weights, Some(config));
-        let shapes: Vec<(&[usize], bool)> = shapes
-            .map(|(name, tensor)| (tensor.shape.as_slice(), is_inner(name)))
-            .collect();
-        let rank = LoraConfig::default().rank;
-        let linears = shapes.iter().filter_map(|(shape, is_inner)| match shape {
-            [rows, columns] if *is_inner && self.has_adapters => Some([*rows, *columns]),
-            _ => None,
-        });
-        let adapters: Vec<[usize; 2]> = linears
-            .flat_map(|[rows, columns]| [[rank, columns], [rows, rank]])
-            .collect();
-        let own = shapes.iter().map(|&(shape, is_inner)| PlannedParam {
-            shape,
-            is_trained: !self.has_adapters,
-            is_inner,
-        });
-        let beside = adapters.iter().map(|shape| PlannedParam {
-            shape,
-            is_trained: true,
-            is_inner: true,
-        });
-        let of_token = CausalLm::tape_bytes_of_blocks(
-            config,
-            0..config.num_hidden_layers + 2,
-            self.dtype,
-            1,
-            false,
-            Recompute::None,
-        );
-        let activations = num_tokens * of_token;
-        planned_memory(own.chain(beside), self.dtype, self.base, activations)
+    /// What it takes, with micro-batches of `num_tokens`.
+    fn memory(&self, config: &ModelConfig, num_tokens: usize) -> Result<MemoryReport> {
+        let mut store = ParamStore::init(0);
+        if self.has_adapters {
+            store = store.with_lora(LoraConfig::default())?;
+        }
+        if let Some(format) = self.base {
+            store = store.with_frozen_format(format);
+        }
+        let vb = store.builder(self.dtype, &Device::Cpu);
+        let model = CausalLm::spec(config, Degrees::default(), &vb, PartConfig::default())?;
+        let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 1)?;
+        let tape_bytes = |block| {
+            let blocks = std::iter::once(block);
+            let of_token = CausalLm::tape_bytes_of_blocks(
+                config,
+                blocks,
+                self.dtype,
+                1,
+                false,
+                Recompute::None,
+            );
+            num_tokens * of_token
+        };
+        let work = PlannedWork {
+            replicas: DataParallel::default(),
+            passes: Some(PlannedPasses {
+                plan: &plan,
+                tape_bytes: &tape_bytes,
+                border_bytes: 0,
+            }),
+            update: Some(PlannedUpdate {
+                rule: &AdamW(AdamWConfig::default()),
+                offload: &Offload::None,
+                on_gpu: false,
+            }),
+        };
+        Ok(MemoryPlan::new(&model.of_rank(0), &work)?.report())
     }
 }
