@@ -282,7 +282,8 @@ impl<'a> PlannedRank<'a> {
             }
             let num_slices = self.groups.shard.world_size();
             let bytes = match self.is_quantized(bucket) {
-                true => num_slices * quantized_bytes(bucket.len / num_slices),
+                // And the copy that is sent.
+                true => (num_slices + 1) * quantized_bytes(bucket.len / num_slices),
                 false => bytes(bucket),
             };
             self.gathered[index].on_the_way = bytes;

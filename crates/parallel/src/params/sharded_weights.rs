@@ -178,7 +178,9 @@ impl ShardedWeights {
                     true => quantize_int8(&bucket.slice)?,
                     false => bucket.slice.clone(),
                 };
-                let bytes = num_bytes(&sent) * self.shard.world_size();
+                // What is sent is a copy if it is in 8 bits.
+                let copies = self.shard.world_size() + usize::from(bucket.is_quantized);
+                let bytes = num_bytes(&sent) * copies;
                 let held = bucket.meter.hold(MemoryCategory::Gathered, bytes);
                 *state = Residence::Gathering(self.shard.start_all_gather(&sent)?, held);
             }
