@@ -60,8 +60,6 @@ pub use args::strategy::{StrategyArgs, StrategyChoice};
 pub use args::trace::TraceArgs;
 pub use args::training::TrainingArgs;
 pub use config_file::{CONFIG_FILE, read_table};
-pub use counting_allocator::{CountingAllocator, peak_allocated_bytes, peak_bytes_of};
-pub use args::training::{BatchArgs, LayoutArgs, OptimizerArgs, TrainingArgs};
 pub use counting_allocator::{
     CountingAllocator, peak_allocated_bytes, peak_bytes_of, rank_allocated_bytes,
 };
