@@ -55,8 +55,11 @@ const TRAINED: [Trained; 8] = [
     Trained::Nothing,
 ];
 
+/// What else is set.
+type Settings = fn(&mut DataParallel);
+
 /// Settings of replicas, for how many of them there are at least.
-const REPLICAS: [(usize, ZeroStage, fn(&mut DataParallel)); 12] = [
+const REPLICAS: [(usize, ZeroStage, Settings); 12] = [
     (1, ZeroStage::Zero, |_| {}),
     (1, ZeroStage::One, |_| {}),
     (2, ZeroStage::Two, |_| {}),
