@@ -28,8 +28,11 @@ pub(super) enum Reduction {
         /// What NCCL adds.
         sums: DType,
     },
-    /// With a mask of the NaNs.
-    Masked,
+    /// With a mask of the NaNs; of a minimum one of the others, which lacks those that any rank has.
+    Masked {
+        /// Whether it is a minimum.
+        is_min: bool,
+    },
 }
 
 impl Reduction {
@@ -42,7 +45,9 @@ impl Reduction {
                 dtype,
                 sums: if is_widened { DType::F32 } else { dtype },
             },
-            ReduceOp::Max | ReduceOp::Min if dtype.is_float() => Self::Masked,
+            ReduceOp::Max | ReduceOp::Min if dtype.is_float() => Self::Masked {
+                is_min: op == ReduceOp::Min,
+            },
             _ => Self::Plain,
         }
     }
@@ -53,7 +58,7 @@ impl Reduction {
             Self::Plain => dtype.size_in_bytes(),
             Self::Widened(_) => DType::F32.size_in_bytes(),
             Self::Averaged { sums, .. } => sums.size_in_bytes(),
-            Self::Masked => dtype.size_in_bytes() + DType::U8.size_in_bytes(),
+            Self::Masked { .. } => dtype.size_in_bytes() + DType::U8.size_in_bytes(),
         }
     }
 
@@ -63,7 +68,8 @@ impl Reduction {
             Self::Plain => vec![xs.clone()],
             Self::Widened(_) => vec![xs.to_dtype(DType::F32)?],
             Self::Averaged { sums, .. } => vec![xs.to_dtype(sums)?],
-            Self::Masked => vec![xs.clone(), xs.ne(xs)?],
+            Self::Masked { is_min: false } => vec![xs.clone(), xs.ne(xs)?],
+            Self::Masked { is_min: true } => vec![xs.clone(), xs.eq(xs)?],
         })
     }
 
@@ -79,7 +85,15 @@ impl Reduction {
                 };
                 divide(&sums, num_ranks)?.to_dtype(dtype)
             }
-            (Self::Masked, [y, mask]) => y.add(&mask.to_dtype(y.dtype())?.neg()?.sqrt()?),
+            (Self::Masked { is_min }, [y, mask]) => {
+                let mask = mask.to_dtype(y.dtype())?;
+                let nans = if is_min {
+                    mask.affine(-1.0, 1.0)?
+                } else {
+                    mask
+                };
+                y.add(&nans.neg()?.sqrt()?)
+            }
             _ => bail!("a reduction gave {} tensors", ys.len()),
         }
     }
@@ -109,14 +123,20 @@ mod tests {
 
     #[test]
     fn a_mask_brings_nan_back_and_changes_nothing_else() -> Result<()> {
-        let mask = Tensor::new(&[0u8, 0, 0, 0, 1, 1], &Device::Cpu)?;
+        let masks = [[0u8, 0, 0, 0, 1, 1], [1, 1, 1, 1, 0, 0]];
         let y = [0f32, -0.0, -1.5, f32::INFINITY, 3.0, f32::NEG_INFINITY];
-        let y = Tensor::new(&y, &Device::Cpu)?;
-        let got = Reduction::Masked.finish(&[y, mask], 2)?.to_vec1::<f32>()?;
-        let bits: Vec<u32> = got[..4].iter().map(|y| y.to_bits()).collect();
-        let expected = [0f32, -0.0, -1.5, f32::INFINITY].map(f32::to_bits);
-        assert_eq!(bits, expected);
-        assert!(got[4].is_nan() && got[5].is_nan());
+        for (mask, is_min) in masks.iter().zip([false, true]) {
+            let [y, mask] = [
+                Tensor::new(&y, &Device::Cpu)?,
+                Tensor::new(mask, &Device::Cpu)?,
+            ];
+            let masked = Reduction::Masked { is_min };
+            let got = masked.finish(&[y, mask], 2)?.to_vec1::<f32>()?;
+            let bits: Vec<u32> = got[..4].iter().map(|y| y.to_bits()).collect();
+            let expected = [0f32, -0.0, -1.5, f32::INFINITY].map(f32::to_bits);
+            assert_eq!(bits, expected);
+            assert!(got[4].is_nan() && got[5].is_nan());
+        }
         Ok(())
     }
 }
