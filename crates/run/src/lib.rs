@@ -1,5 +1,7 @@
 //! A run as a value: what it is made of, as flags, as TOML and as a struct, and what it does.
 #![deny(unsafe_code)]
+// The help of a flag has brackets that are no links, and addresses: `org/name[@revision]`.
+#![allow(rustdoc::broken_intra_doc_links, rustdoc::bare_urls)]
 
 mod adapter_base;
 mod allocator;

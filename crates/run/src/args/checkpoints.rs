@@ -106,7 +106,7 @@ impl CheckpointArgs {
     ///
     /// # Errors
     /// What [`Self::open`] and [`Self::saver`] would say of the folders alone.
-    pub fn check_folders(&self) -> Result<()> {
+    pub(crate) fn check_folders(&self) -> Result<()> {
         match (&self.resume, &self.save_dir) {
             (Some(_), Some(dir)) if self.resumes_latest() => match self.noted(false) {
                 Some(_) => Ok(()),
@@ -183,7 +183,7 @@ impl CheckpointArgs {
     }
 
     /// What is noted of the run that this one goes on, if there is a checkpoint of it. What is wrong with that [`Self::open`] tells.
-    pub fn noted(&self, is_restart: bool) -> Option<CheckpointManifest> {
+    pub(crate) fn noted(&self, is_restart: bool) -> Option<CheckpointManifest> {
         let resumes_latest = self.resumes_latest();
         let saved = self
             .save_dir
