@@ -48,7 +48,7 @@ pub fn find<'a>(command: &'a Command, key: &str) -> Option<&'a Arg> {
 }
 
 /// The long names of a flag.
-pub fn names(arg: &Arg) -> Vec<String> {
+fn names(arg: &Arg) -> Vec<String> {
     let aliases = arg.get_all_aliases().unwrap_or_default();
     let names = arg.get_long().into_iter().chain(aliases);
     names.map(str::to_string).collect()

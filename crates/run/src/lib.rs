@@ -67,7 +67,7 @@ pub use counting_allocator::{
 };
 pub use finetune::{Finetune, FromCheckpoint};
 pub use fingerprint::fingerprint_of_program;
-pub use flags::{Layer, find, leave_out, names, numbers_may_be_negative, words_of_layers};
+pub use flags::{Layer, find, leave_out, numbers_may_be_negative, words_of_layers};
 pub use generation_config::{GENERATION_FILE, GenerationFile};
 pub use idle::Idle;
 pub use observer::{Console, Observer, Observers, RunEvent};

@@ -83,11 +83,7 @@ pub trait Start: Args + Clone + Debug + Serialize + Send + Sync {
 
 impl<S: Start> Default for Run<S> {
     fn default() -> Self {
-        let mut run: Self = default_of();
-        if let Ok(with_own) = Self::from_table(&Table::new()) {
-            run = with_own;
-        }
-        run
+        Self::from_table(&Table::new()).unwrap_or_else(|_| default_of())
     }
 }
 
