@@ -302,7 +302,7 @@ fn bench(
         .apply(store.with_data_parallel(args.layout.data_parallel()));
     let vb = store.builder(dtype, mesh.world.device());
     let part = args.layout.part(config, &mesh, &vb, args.seq_len)?;
-    args.freeze.check(part.params())?;
+    args.freeze.check(part.params().catalog())?;
     let num_parameters = part.params().num_global_values();
     let num_trainable_parameters = part.params().num_trainable_values();
     let flops_per_token = flops_per_token(config, part.params(), args.seq_len);

@@ -4,11 +4,12 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use candle_core::{Result, bail};
-use candle_launch::NEEDS_MPI_EXIT_CODE;
+use candle_core::{Error, Result, bail};
 use candle_launch::launcher::{RendezvousAddress, become_rank, launch, reach, run_agent};
+use candle_launch::{NEEDS_MPI_EXIT_CODE, RankEnv};
 use candle_train_run::{
-    Finetune, FromCheckpoint, FromScratch, Pretrain, Run, Start, exit_as_rank, exit_with, written,
+    Finetune, FromCheckpoint, FromScratch, Pretrain, Run, Start, exit_as_rank, exit_with,
+    print_line, written,
 };
 use clap::builder::{Resettable, StyledStr};
 use clap::{Arg, Args, Command, CommandFactory, Parser};
@@ -35,9 +36,9 @@ use crate::pictures::timeline::TimelineArgs;
 enum CandleTrain {
     /// Fine-tune a Hugging Face checkpoint on conversations or text
     #[command(visible_aliases = ["train", "sft"])]
-    Finetune(Box<Finetune>),
+    Finetune(Box<Training<FromCheckpoint>>),
     /// Train a small Llama, and its tokenizer, from nothing on text
-    Pretrain(Box<Pretrain>),
+    Pretrain(Box<Training<FromScratch>>),
     Preview(Box<Preview>),
     Merge(Merge),
     Generate(Box<Generate>),
@@ -72,6 +73,23 @@ enum CandleTrain {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
+}
+
+/// A run, to be done or to be told of.
+#[derive(Args)]
+struct Training<S: Start> {
+    /// Make every check of a start, tell what would be done and what it takes, and do nothing
+    ///
+    /// Data, layout, steps, the memory of the ranks and room on disk are told, and what keeps the run from being started is the error
+    /// that it would end with. Nothing is written. A model's weights need not be there, nor its tokenizer.json, without which the data is not
+    /// read; of a model on the hub only configuration and tokenizer are fetched.
+    #[arg(long, help_heading = None::<&str>)]
+    dry_run: bool,
+    /// With --dry-run: print steps, parameters, trained parameters and the memory of rank 0 as a JSON object, in the last line
+    #[arg(long, requires = "dry_run", help_heading = None::<&str>)]
+    json: bool,
+    #[command(flatten)]
+    run: Run<S>,
 }
 
 /// The command line of `candle-train`: its subcommands, and their flags with defaults and help.
@@ -155,16 +173,16 @@ fn beside(command: &str) -> Beside {
 /// Runs `candle-train` with the arguments of this process.
 pub fn candle_train() -> ExitCode {
     let idle = |command: &CandleTrain| match command {
-        CandleTrain::Finetune(run) => run.idle(),
-        CandleTrain::Pretrain(run) => run.idle(),
+        CandleTrain::Finetune(training) => training.run.idle(),
+        CandleTrain::Pretrain(training) => training.run.idle(),
         CandleTrain::Preview(args) => args.idle(),
         CandleTrain::Generate(args) => args.idle(),
         _ => Vec::new(),
     };
     let (command, file) = parse_command(command(), beside, idle);
     match command {
-        CandleTrain::Finetune(run) => train(*run, file),
-        CandleTrain::Pretrain(run) => train(*run, file),
+        CandleTrain::Finetune(training) => training.run(file),
+        CandleTrain::Pretrain(training) => training.run(file),
         CandleTrain::Preview(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
         CandleTrain::Merge(args) => args.run(),
         CandleTrain::Generate(args) => match args.ranks.needs_mpi() {
@@ -217,15 +235,18 @@ pub fn run_with_flags<S: Start>(name: &'static str, run: &Run<S>) -> ExitCode {
         }
         flags
     };
-    let command =
-        training_command::<S>(Run::<S>::augment_args(Command::new(name)), &with_own(&all));
+    let command = training_command::<S>(
+        Training::<S>::augment_args(Command::new(name)),
+        &with_own(&all),
+    );
     let beside = |_: &str| Beside {
         sections: Run::<S>::sections(),
         defaults: with_own(&all),
         defaults_of_any_model: with_own(&of_data),
     };
-    let (run, file) = parse_command(command, beside, Run::<S>::idle);
-    train(run, file)
+    let idle = |training: &Training<S>| training.run.idle();
+    let (training, file) = parse_command(command, beside, idle);
+    training.run(file)
 }
 
 /// Shows events of level INFO and above, or those that `RUST_LOG` names.
@@ -244,7 +265,20 @@ fn log_to_stderr() -> Result<()> {
     Ok(())
 }
 
-fn train<S: Start>(run: Run<S>, file: Option<PathBuf>) -> ExitCode {
-    let run = run.with_file(file);
-    exit_as_rank(log_to_stderr().and_then(|()| run.train_as_rank()), false)
+impl<S: Start> Training<S> {
+    fn run(self, file: Option<PathBuf>) -> ExitCode {
+        let run = self.run.with_file(file);
+        let done = log_to_stderr().and_then(|()| match self.dry_run {
+            false => run.train_as_rank(),
+            true => {
+                let told = run.dry_run_as_rank()?;
+                let is_first = RankEnv::from_env().is_ok_and(|env| env.rank() == 0);
+                if self.json && is_first {
+                    print_line(&serde_json::to_string(&told).map_err(Error::wrap)?);
+                }
+                Ok(ExitCode::SUCCESS)
+            }
+        });
+        exit_as_rank(done, false)
+    }
 }

@@ -12,6 +12,7 @@ mod cli {
     mod date;
     mod disk_full;
     mod divergence;
+    mod dry_run;
     mod docs {
         mod commands;
         mod links;

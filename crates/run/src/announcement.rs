@@ -1,10 +1,13 @@
 //! What a run says of itself before its first step.
 
-use candle_comm::{Mesh, RankEnv, RunConfig};
+use candle_comm::RunConfig;
 use candle_core::Result;
-use candle_trainer::{TrainConfig, Trainer, counted, peaks_in_words, warning_of_memory};
+use candle_parallel::Parameters;
+use candle_trainer::{TrainConfig, check_memory, counted, memory_in_words, peaks_in_words};
 
 use crate::args::lora::adapters_in_words;
+use crate::observer::Observers;
+use crate::spec::{RanksMemory, RunSpec};
 use crate::training_run::TrainingRun;
 
 /// Fewer updates than this hardly change a model.
@@ -12,9 +15,10 @@ const FEW_STEPS: usize = 10;
 
 impl TrainingRun<'_> {
     /// Says what is trained on what, what was chosen for it, and what may not be what its user wants; for the first rank.
-    pub(crate) fn announce_start(&self, train: &TrainConfig, ranks: &RunConfig) {
-        let (training, num_steps) = (&self.training, train.lr_schedule.num_steps);
-        let described = training.describe(&self.data.samples, num_steps, ranks);
+    pub(crate) fn announce_start(&self, train: &TrainConfig) {
+        let (training, ranks) = (&self.spec.training, &self.ranks);
+        let num_steps = train.lr_schedule.num_steps;
+        let described = training.describe(Some(&self.data.samples), Some(num_steps), ranks);
         if let Some(file) = &self.file {
             self.observers.note(format!("flags of {}", file.display()));
         }
@@ -28,7 +32,7 @@ impl TrainingRun<'_> {
         }
         let (context, tp) = (training.layout.context, ranks.degrees.tp);
         let dtype = training.layout.dtype().into();
-        if let Ok(Some(words)) = context.in_words(&self.config, tp, dtype) {
+        if let Ok(Some(words)) = context.in_words(&self.spec.config, tp, dtype) {
             self.observers.note(&words);
         }
         let sequences = (
@@ -37,7 +41,7 @@ impl TrainingRun<'_> {
         );
         let on_devices = (&ranks.devices[..], dtype);
         if let Ok(Some(words)) =
-            context.attention_in_words((&self.config, tp), sequences, on_devices)
+            context.attention_in_words((&self.spec.config, tp), sequences, on_devices)
         {
             self.observers.note(&words);
         }
@@ -73,13 +77,8 @@ impl TrainingRun<'_> {
                 counted(global, "sequence")
             ));
         }
-        if !self.taken.is_empty() {
-            let taken: Vec<String> = self.taken.iter().map(ToString::to_string).collect();
-            self.observers
-                .note(format!("chosen for you: {}", taken.join(" ")));
-        }
         if let Some(samples) = &self.data.eval_samples {
-            let held_out = match self.training.evaluation.eval_fraction {
+            let held_out = match self.spec.training.evaluation.eval_fraction {
                 Some(_) => " not trained on",
                 None => "",
             };
@@ -87,38 +86,34 @@ impl TrainingRun<'_> {
                 .note(format!("evaluation on {}{held_out}", samples.summary()));
         }
     }
+}
 
-    /// Says what is trained and what memory it takes. Every rank must call it, and the first one says it.
-    pub(crate) fn announce(&self, trainer: &Trainer, mesh: &Mesh) -> Result<()> {
-        let (part, params) = (trainer.part(), trainer.part().params());
-        let on_gpu = !mesh.world.device().is_cpu();
-        let expected = self.memory_plan(params.of_rank(), part.layout(), on_gpu)?;
-        let expected = trainer.memory_of_largest_rank(expected.report())?;
-        if mesh.world.rank() != 0 {
-            return Ok(());
+impl RunSpec {
+    /// Says what was chosen for the run, what is trained of the whole model, and what memory the ranks will take: how much.
+    ///
+    /// # Errors
+    /// More than this machine has.
+    pub(crate) fn announce(
+        &self,
+        whole: &Parameters,
+        ranks: &RunConfig,
+        observers: &Observers,
+    ) -> Result<RanksMemory> {
+        if !self.taken.is_empty() {
+            let taken: Vec<String> = self.taken.iter().map(ToString::to_string).collect();
+            observers.note(format!("chosen for you: {}", taken.join(" ")));
         }
-        let ranks = &self.training.ranks;
-        if let Some(warning) = ranks.warning_of_precision(mesh.world.device()) {
-            self.observers.warn(warning);
-        }
-        let catalog = params.catalog();
-        let num_values = |trainable| -> usize {
-            let entries = catalog.iter().filter(|entry| entry.trainable == trainable);
-            entries
-                .map(|entry| entry.shape.iter().product::<usize>())
-                .sum()
-        };
-        let (trained, frozen) = (num_values(true), num_values(false));
-        let num_frozen = catalog.iter().filter(|entry| !entry.trainable).count();
-        let said = match num_frozen {
+        let all = whole.num_global_values();
+        let trained = whole.num_trainable_values();
+        let catalog = whole.catalog();
+        let said = match catalog.iter().filter(|entry| !entry.trainable).count() {
             0 => counted(trained, "parameter"),
-            _ => format!(
-                "{trained} of {} parameters are trained ({:.2}%){}; frozen: {} of {}",
-                trained + frozen,
-                100.0 * trained as f64 / (trained + frozen) as f64,
-                adapters_in_words(params),
+            num_frozen => format!(
+                "{trained} of {all} parameters are trained ({:.2}%){}; frozen: {} of {}",
+                100.0 * trained as f64 / all as f64,
+                adapters_in_words(whole),
                 counted(num_frozen, "tensor"),
-                counted(frozen, "value")
+                counted(all - trained, "value")
             ),
         };
         let batches = &self.training.batches;
@@ -127,25 +122,26 @@ impl TrainingRun<'_> {
         } else {
             ""
         };
-        self.observers.note(format!(
+        observers.note(format!(
             "{said}; {up_to}{} per step",
             counted(batches.num_tokens(), "token")
         ));
-        self.observers.note(format!(
+        let memory = self.memory(&self.model()?)?;
+        observers.note(format!(
             "memory of the largest rank, expected: {}",
-            peaks_in_words(&expected)
+            peaks_in_words(&memory.largest)
         ));
-        if mesh.world.device().is_cpu() {
-            // What is wrong with the environment is told before.
-            let num_processes = RankEnv::from_env().map_or(1, |env| env.local_world_size());
-            let ranks = match num_processes {
-                1 => (mesh.world.world_size(), 1),
-                _ => (1, num_processes),
-            };
-            if let Some(warning) = warning_of_memory(&expected, ranks) {
-                self.observers.warn(warning);
-            }
+        observers.note(format!(
+            "memory of the largest rank, expected at a time: {}",
+            memory_in_words(memory.peak)
+        ));
+        if !self.on_gpus {
+            let num_ranks = ranks.degrees.world_size().unwrap_or(usize::MAX);
+            let num_processes = ranks.env.local_world_size();
+            let num_threads = if num_processes == 1 { num_ranks } else { 1 };
+            let warning = check_memory(memory.peak, num_threads, num_processes)?;
+            warning.iter().for_each(|warning| observers.warn(warning));
         }
-        Ok(())
+        Ok(memory)
     }
 }

@@ -6,7 +6,8 @@ use candle_trainer::DataSpec;
 
 use crate::finetune::Finetune;
 use crate::pretrain::Pretrain;
-use crate::run::{Run, Start};
+use crate::run::Run;
+use crate::start::Start;
 
 impl Finetune {
     /// A run that trains the checkpoint in a folder, or of this name on the Hugging Face hub (`org/name[@revision]`).

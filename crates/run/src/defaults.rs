@@ -3,7 +3,7 @@
 use std::fmt;
 
 use candle_comm::{RankEnv, RunConfig};
-use candle_core::{Device, Result};
+use candle_core::Result;
 use candle_train_models::ModelConfig;
 
 use crate::args::batches::BatchArgs;
@@ -49,23 +49,31 @@ impl TrainingArgs {
     /// As [`Self::run_config`].
     pub(crate) fn run_config_with_defaults(&mut self) -> Result<RunConfig> {
         if self.layout.dp.is_none() {
-            let num_ranks = self.ranks.num_ranks()?;
-            let num_servers = self.strategy.num_servers();
-            let num_workers = num_ranks.saturating_sub(num_servers);
-            self.layout.dp = Some(self.layout.replicas_of(num_workers));
-            self.batches.may_change = true;
+            self.fill_replicas(self.ranks.num_ranks()?);
             let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
             let may_change = env.world_size() > 1 || env.num_restarts() > 0;
-            self.batches.uneven = may_change && num_servers == 0;
+            self.batches.uneven = may_change && self.strategy.num_servers() == 0;
         }
         self.run_config()
     }
 
-    /// Takes what fits the ranks and the model where no flag says, adapters of which are trained or not: what was taken.
+    /// Takes as many replicas as so many ranks make, where no flag says.
+    pub(crate) fn fill_replicas(&mut self, num_ranks: usize) {
+        if self.layout.dp.is_none() {
+            let num_workers = num_ranks.saturating_sub(self.strategy.num_servers());
+            self.layout.dp = Some(self.layout.replicas_of(num_workers));
+            self.batches.may_change = true;
+        }
+    }
+
+    /// Takes what fits the ranks and the model where no flag says, adapters of which are trained or not: what was taken. Of a run that
+    /// `is_restart`, a step is as large as before.
     pub(crate) fn fill(
         &mut self,
-        (config, has_adapters): (&ModelConfig, bool),
-        run: &RunConfig,
+        config: &ModelConfig,
+        has_adapters: bool,
+        on_gpus: bool,
+        is_restart: bool,
     ) -> Vec<Taken> {
         let mut taken = Vec::new();
         if self.batches.may_change {
@@ -87,7 +95,7 @@ impl TrainingArgs {
         }
         // --matmul-precision is about f32.
         let is_free = self.layout.dtype.is_none() && self.ranks.matmul_precision.is_none();
-        if is_free && run.devices.iter().all(Device::is_cuda) {
+        if is_free && on_gpus {
             self.layout.dtype = Some(DTypeChoice::Bf16);
             taken.push(Taken::new("--dtype", "bf16", "on GPUs"));
         }
@@ -100,13 +108,9 @@ impl TrainingArgs {
                 .micro_batch_size
                 .saturating_mul(self.layout.degrees().dp);
             // There may be other replicas than when the run began.
-            let is_restart = run.env.num_restarts() > 0;
-            let noted = self
-                .checkpoints
-                .noted_setting(GLOBAL_BATCH_SIZE, is_restart);
-            let noted = noted
-                .filter(|_| is_restart)
-                .and_then(|size| size.parse().ok());
+            let checkpoints = &self.checkpoints;
+            let noted = is_restart.then(|| checkpoints.noted_setting(GLOBAL_BATCH_SIZE, true));
+            let noted = noted.flatten().and_then(|size| size.parse().ok());
             let (size, reason) = match (noted, batches.accumulation()) {
                 (Some(size), _) => (size, "as before the ranks were started again"),
                 (None, Some(steps)) => (

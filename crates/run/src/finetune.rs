@@ -1,24 +1,22 @@
 //! A run that begins with a checkpoint: `candle-train finetune`.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::{Error, Result, bail};
 use candle_parallel::checkpoint::sidecar_files;
 use candle_train_models::{Family, ModelConfig};
 use candle_trainer::Tokenizer;
-use candle_trainer::hub::resolve_model;
+use candle_trainer::hub::{has_weights, resolve_model, resolve_tokenizer};
 use clap::Args;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use toml::Table;
 
 use crate::adapter_base::refuse_adapter;
+use crate::args::data::DataArgs;
 use crate::args::lora::LoraArgs;
-use crate::observer::Observers;
-use crate::reading::DataModel;
-use crate::run::{Run, Start};
-use crate::stop::Stop;
-use crate::training_run::{InitialWeights, TrainingRun};
+use crate::run::Run;
+use crate::start::{InitialWeights, Start, StartModel};
 
 /// A run that trains a Hugging Face checkpoint, or adapters beside it, on conversations or text.
 pub type Finetune = Run<FromCheckpoint>;
@@ -79,75 +77,59 @@ impl Start for FromCheckpoint {
         shared
     }
 
-    fn prepare<'o>(
-        run: &Finetune,
-        stop: Stop,
-        observers: Observers<'o>,
-    ) -> Result<TrainingRun<'o>> {
-        let FromCheckpoint {
-            model: named,
-            adapters,
-            ..
-        } = &run.start;
-        let mut training = run.training.clone();
-        training.validate()?;
-        adapters.validate()?;
-        run.data.validate(&training.evaluation)?;
-        let ranks = training.run_config_with_defaults()?;
-        refuse_adapter(named)?;
-        let model = resolve_model(named)?;
-        let mut sidecars = sidecar_files(&model)?;
-        let config = run.start.config(&model, &mut sidecars)?;
-        let taken = training.fill((&config, adapters.is_given()), &ranks);
-        training.validate_filled()?;
-        let seq_len = training.batches.sequences.seq_len();
-        let original = config.original_context().filter(|_| !adapters.is_given());
-        let longer = original.map(|original| {
+    fn adapters(&self) -> LoraArgs {
+        self.adapters.clone()
+    }
+
+    fn longer(&self, config: &ModelConfig, seq_len: usize) -> String {
+        let original = config.original_context();
+        let original = original.filter(|_| !self.adapters.is_given());
+        original.map_or(String::new(), |original| {
             let factor = seq_len.div_ceil(original).max(2);
             format!(", or --rope-scaling yarn:{factor} for a model of longer texts")
-        });
-        training.check_model(&config, &longer.unwrap_or_default())?;
-        let tokenizer = Tokenizer::from_dir(&model)?;
-        run.samples.check(&tokenizer, &config)?;
-        let weights = InitialWeights::Checkpoint(model.clone());
-        weights.check(&config, &training, adapters)?;
-        let adapter = adapters.adapter.as_deref();
-        let mut inputs: Vec<PathBuf> = vec![model.clone()];
-        inputs.extend(adapters.adapter.clone());
-        training.check_folders(inputs.clone(), &ranks)?;
-        let of_model = DataModel {
-            tokenizer: &tokenizer,
-            dir: Some(&model),
-            adapter,
+        })
+    }
+
+    fn model(run: &Finetune, needs_weights: bool) -> Result<StartModel> {
+        let named = &run.start.model;
+        refuse_adapter(named)?;
+        let dir = match needs_weights {
+            true => resolve_model(named)?,
+            false => resolve_tokenizer(named)?,
         };
-        let data = run.data.read(of_model, (&training, &ranks))?;
-        inputs.extend(data.inputs.iter().cloned());
-        Ok(TrainingRun {
-            observers,
-            taken,
-            samples: run.samples.clone(),
-            stop,
-            tokenizer,
-            title: format!(
-                "{} on {}{}",
-                model.display(),
-                run.data,
-                run.start.longer(&config)
-            ),
+        let mut sidecars = sidecar_files(&dir)?;
+        let config = run.start.config(&dir, &mut sidecars)?;
+        let mut inputs = vec![dir.clone()];
+        inputs.extend(run.start.adapters.adapter.clone());
+        let weights = match needs_weights || has_weights(&dir) {
+            true => InitialWeights::Checkpoint(dir.clone()),
+            false => InitialWeights::Random,
+        };
+        Ok(StartModel {
+            config,
+            dir: Some(dir),
+            weights,
+            name: Some(named.clone()),
             sidecars,
             inputs,
-            data,
-            lora: adapters.clone(),
-            base_model: Some(named.clone()),
-            config,
-            initial_weights: weights,
-            again: run.to_repeat(&training)?,
-            shared: run.shared()?,
-            file: run.file.clone(),
-            is_date_given: run.data.date.is_some(),
-            training,
-            ranks,
         })
+    }
+
+    fn tokenizer(
+        _run: &Finetune,
+        model: &mut StartModel,
+        _is_first: bool,
+    ) -> Result<Option<Tokenizer>> {
+        let dir = model.dir.iter().filter(|dir| {
+            let has_weights = matches!(model.weights, InitialWeights::Checkpoint(_));
+            has_weights || dir.join("tokenizer.json").exists()
+        });
+        dir.map(Tokenizer::from_dir).next().transpose()
+    }
+
+    fn title(&self, data: &DataArgs, model: &StartModel) -> String {
+        let dir = model.dir.as_deref().unwrap_or(Path::new("")).display();
+        format!("{dir} on {data}{}", self.longer_context(&model.config))
     }
 }
 
@@ -193,7 +175,7 @@ impl FromCheckpoint {
     }
 
     /// How its context is lengthened, in words.
-    fn longer(&self, config: &ModelConfig) -> String {
+    fn longer_context(&self, config: &ModelConfig) -> String {
         match (self.rope_scaling, config.original_context()) {
             (Some(_), Some(original)) => format!(
                 ", its context lengthened from {original} to {} tokens by YaRN",

@@ -17,11 +17,11 @@ impl TrainingRun<'_> {
         position: Option<DataPosition>,
     ) -> Result<Batches> {
         // A server sees no data, and tells by the first worker's how far it is.
-        let replica = match self.training.strategy.num_servers() {
+        let replica = match self.spec.training.strategy.num_servers() {
             0 => mesh.dp.rank(),
             _ => 0,
         };
-        let mut batches = (self.training).training_batches(&self.data.samples, replica)?;
+        let mut batches = (self.spec.training).training_batches(&self.data.samples, replica)?;
         if let Some(position) = &position {
             batches = batches.continued(trainer.step(), position.total);
         }
@@ -34,7 +34,7 @@ impl TrainingRun<'_> {
         };
         let num_steps = trainer.num_steps();
         tell(RunEvent::Begin { num_steps });
-        let trace = &self.training.logs.trace;
+        let trace = &self.spec.training.logs.trace;
         let mut tracer = trace.tracer(mesh, trainer.step(), observers);
         let trained = trainer.train_observed(&batches, |event| {
             if let (Some(tracer), TrainEvent::Step(step)) = (&mut tracer, event)

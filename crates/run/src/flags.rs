@@ -9,6 +9,9 @@ use toml::{Table, Value};
 
 use crate::idle::Idle;
 
+/// Flags that are of a command line alone, and say nothing of a run.
+const OF_COMMAND_LINE: [&str; 5] = ["help", "version", "config", "dry-run", "json"];
+
 /// The flags of a part of a configuration, none of which is required.
 pub(crate) fn arguments<A: Args>(name: &'static str) -> Command {
     let command = A::augment_args(Command::new(name));
@@ -120,10 +123,11 @@ impl<'a> Layer<'a> {
 
     fn push(&mut self, key: &str, value: &Value) -> Result<()> {
         let name = self.command.get_name();
-        let Some(arg) = find(self.command, key).filter(|arg| arg.get_id() != "config") else {
+        let is_of_run = |name: &str| !OF_COMMAND_LINE.contains(&name);
+        let arg = find(self.command, key);
+        let Some(arg) = arg.filter(|arg| arg.get_long().is_some_and(is_of_run)) else {
             let names = self.command.get_arguments().flat_map(names);
-            let names =
-                names.filter(|name| !["help", "version", "config"].contains(&name.as_str()));
+            let names = names.filter(|name| is_of_run(name));
             let nearest = names.max_by(|a, b| {
                 let similar = |name: &str| strsim::jaro_winkler(name, &key.replace('_', "-"));
                 similar(a).total_cmp(&similar(b))

@@ -23,7 +23,7 @@ impl TrainingRun<'_> {
     /// # Errors
     /// A file of metrics that cannot be read, or holds something else.
     pub(crate) fn name(&self, record: &TrainingRecord, ranks: &RunConfig) -> Result<String> {
-        let (training, is_restart) = (&self.training, ranks.env.num_restarts() > 0);
+        let (training, is_restart) = (&self.spec.training, ranks.env.num_restarts() > 0);
         if let Some(noted) = training.checkpoints.noted(is_restart) {
             return Ok(noted.run);
         }
@@ -44,7 +44,7 @@ impl TrainingRun<'_> {
         MetricsOf {
             run,
             is_resumed,
-            overwrites: self.training.output.overwrite,
+            overwrites: self.spec.training.output.overwrite,
         }
     }
 }

@@ -3,30 +3,30 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use candle_comm::{Degrees, Mailbox, Mesh, launch};
+use candle_comm::{Degrees, Mailbox, Mesh, RunConfig, launch};
 use candle_core::Result;
 use candle_trainer::{ParameterServer, Worker};
 
 use crate::allocator::keep_freed_memory;
 use crate::end::End;
-use crate::training_run::{OfRun, TrainingRun};
+use crate::training_run::{Settled, TrainingRun};
 
 impl TrainingRun<'_> {
     /// Runs the ranks of this process, and has the first one of the run told how it ended; whether an error is another rank's.
     pub(crate) fn run_with_servers(
         &self,
         num_servers: usize,
-        of_run: OfRun,
+        settled: &Settled,
+        ranks: &RunConfig,
         tell: impl Fn(End) -> End + Sync,
     ) -> (Result<Vec<End>>, bool) {
-        let ranks = of_run.ranks;
-        let num_workers = self.training.layout.degrees().dp;
+        let num_workers = self.spec.training.layout.degrees().dp;
         let is_of_peer = AtomicBool::new(false);
         let results =
             launch::mailboxes(ranks, (num_servers + num_workers, num_servers), |mailbox| {
-                self.training.ranks.settle();
+                self.spec.training.ranks.settle();
                 let end = match mailbox.rank() < num_servers {
-                    true => self.serve(mailbox, num_servers, of_run),
+                    true => self.serve(mailbox, num_servers, settled, ranks),
                     false => self.work(mailbox, num_servers).map(|()| End::Complete),
                 };
                 let has_failed = |rank| {
@@ -34,7 +34,7 @@ impl TrainingRun<'_> {
                     departure.is_some_and(|departure| departure.why.is_some())
                 };
                 // An asynchronous run does not end with its workers. Threads end together, whichever of them failed.
-                let needed = match self.training.strategy.is_async {
+                let needed = match self.spec.training.strategy.is_async {
                     true => 0..num_servers,
                     false => 0..mailbox.world_size(),
                 };
@@ -50,16 +50,22 @@ impl TrainingRun<'_> {
         (ends, is_of_peer.into_inner())
     }
 
-    fn serve(&self, mailbox: &Arc<Mailbox>, num_servers: usize, of_run: OfRun) -> Result<End> {
+    fn serve(
+        &self,
+        mailbox: &Arc<Mailbox>,
+        num_servers: usize,
+        settled: &Settled,
+        ranks: &RunConfig,
+    ) -> Result<End> {
         let servers: Vec<usize> = (0..num_servers).collect();
         let degrees = Degrees {
             dp: num_servers,
             ..Degrees::default()
         };
         let mesh = Mesh::new(mailbox.group(&servers)?, degrees)?;
-        let consistency = self.training.strategy.consistency();
+        let consistency = self.spec.training.strategy.consistency();
         let server = ParameterServer::new(mailbox, num_servers, consistency)?;
-        self.run_rank(of_run, &mesh, Some(server))
+        self.run_rank(settled, ranks, &mesh, Some(server))
     }
 
     fn work(&self, mailbox: &Arc<Mailbox>, num_servers: usize) -> Result<()> {
@@ -68,7 +74,10 @@ impl TrainingRun<'_> {
             return Ok(());
         };
         let own = mailbox.rank() - num_servers;
-        let batches = self.training.training_batches(&self.data.samples, own)?;
+        let batches = self
+            .spec
+            .training
+            .training_batches(&self.data.samples, own)?;
         keep_freed_memory();
         worker
             .with_stop(self.stop.asks(&self.observers))

@@ -11,13 +11,10 @@ use serde::Serialize;
 use serde_json::json;
 use toml::{Table, Value};
 
-use crate::args::lora::LoraArgs;
+use crate::args::data::DataArgs;
 use crate::args::number::whole;
-use crate::observer::Observers;
-use crate::reading::DataModel;
-use crate::run::{Run, Start};
-use crate::stop::Stop;
-use crate::training_run::{InitialWeights, TrainingRun};
+use crate::run::Run;
+use crate::start::{InitialWeights, Start, StartModel};
 
 /// Longest sequence that a new model may see where no flag says.
 const MAX_POSITIONS: usize = 512;
@@ -94,67 +91,45 @@ impl Start for FromScratch {
         }
     }
 
-    fn prepare<'o>(
+    fn longer(&self, _config: &ModelConfig, seq_len: usize) -> String {
+        format!(", or --max-positions {seq_len}")
+    }
+
+    fn model(run: &Pretrain, _needs_weights: bool) -> Result<StartModel> {
+        let FromScratch { tokenizer, model } = &run.start;
+        Ok(StartModel {
+            config: model.config(None, run.training.batches.sequences.seq_len())?,
+            dir: tokenizer.clone(),
+            weights: InitialWeights::Random,
+            name: None,
+            sidecars: Vec::new(),
+            inputs: tokenizer.iter().cloned().collect(),
+        })
+    }
+
+    fn tokenizer(
         run: &Pretrain,
-        stop: Stop,
-        observers: Observers<'o>,
-    ) -> Result<TrainingRun<'o>> {
-        let FromScratch {
-            tokenizer: dir,
-            model,
-        } = &run.start;
-        let mut training = run.training.clone();
-        training.validate()?;
-        run.data.validate(&training.evaluation)?;
-        let ranks = training.run_config_with_defaults()?;
-        let seq_len = training.batches.sequences.seq_len();
-        let longer = format!(", or --max-positions {seq_len}");
-        let asked = model.config(None, seq_len)?;
-        let taken = training.fill((&asked, false), &ranks);
-        training.validate_filled()?;
-        training.check_model(&asked, &longer)?;
-        training.check_folders(dir.iter().cloned().collect(), &ranks)?;
-        let tokenizer = match dir {
+        model: &mut StartModel,
+        is_first: bool,
+    ) -> Result<Option<Tokenizer>> {
+        let sizes = &run.start.model;
+        let tokenizer = match &run.start.tokenizer {
             Some(dir) => Tokenizer::from_dir(dir)?,
             None => {
-                let is_first = ranks.is_first();
                 let _learning = is_first.then(|| Activity::start("learning the tokens"));
                 let texts = run.data.find()?.texts()?;
                 let texts = texts.iter().map(String::as_str);
-                Tokenizer::train_bpe(texts, model.vocab_size)?
+                Tokenizer::train_bpe(texts, sizes.vocab_size)?
             }
         };
-        let config = model.config(Some(&tokenizer), seq_len)?;
-        training.check_model(&config, &longer)?;
-        run.samples.check(&tokenizer, &config)?;
-        let of_model = DataModel {
-            tokenizer: &tokenizer,
-            dir: dir.as_deref(),
-            adapter: None,
-        };
-        let data = run.data.read(of_model, (&training, &ranks))?;
-        let inputs = dir.iter().chain(&data.inputs).cloned();
-        Ok(TrainingRun {
-            observers,
-            taken,
-            samples: run.samples.clone(),
-            stop,
-            title: format!("{}, vocabulary {}", run.data, config.vocab_size),
-            sidecars: run.start.sidecars(&tokenizer, &config)?,
-            inputs: inputs.collect(),
-            data,
-            tokenizer,
-            config,
-            initial_weights: InitialWeights::Random,
-            lora: LoraArgs::default(),
-            base_model: None,
-            again: run.to_repeat(&training)?,
-            shared: run.shared()?,
-            file: run.file.clone(),
-            is_date_given: run.data.date.is_some(),
-            training,
-            ranks,
-        })
+        let seq_len = run.training.batches.sequences.seq_len();
+        model.config = sizes.config(Some(&tokenizer), seq_len)?;
+        model.sidecars = run.start.sidecars(&tokenizer, &model.config)?;
+        Ok(Some(tokenizer))
+    }
+
+    fn title(&self, data: &DataArgs, model: &StartModel) -> String {
+        format!("{data}, vocabulary {}", model.config.vocab_size)
     }
 }
 
@@ -167,11 +142,7 @@ impl FromScratch {
     ) -> Result<Vec<(String, Vec<u8>)>> {
         let mut files = match &self.tokenizer {
             Some(dir) => sidecar_files(dir)?,
-            None => {
-                let dir = tempfile::tempdir()?;
-                tokenizer.save(dir.path())?;
-                sidecar_files(dir.path())?
-            }
+            None => tokenizer.files()?,
         };
         files.retain(|(name, _)| name != "config.json" && name != "generation_config.json");
         files.push(("config.json".to_string(), config.to_json()?.into_bytes()));

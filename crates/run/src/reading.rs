@@ -52,6 +52,8 @@ struct Reader<'a> {
     columns: Columns,
     sequences: &'a SequenceArgs,
     seed: u64,
+    /// Tokens that were made before.
+    cache: Option<TokenCache>,
 }
 
 impl DataArgs {
@@ -59,14 +61,16 @@ impl DataArgs {
     pub(crate) fn read(
         &self,
         model: DataModel,
-        (training, ranks): (&TrainingArgs, &RunConfig),
+        training: &TrainingArgs,
+        ranks: &RunConfig,
+        cache: Option<TokenCache>,
     ) -> Result<TrainingData> {
         let (batches, evaluation) = (&training.batches, &training.evaluation);
         let seed = batches.seed;
         let is_restart = ranks.env.num_restarts() > 0;
         let noted = || training.checkpoints.noted_date(is_restart);
         let date = self.date.or_else(noted);
-        let reader = self.reader(model, (&batches.sequences, seed), date)?;
+        let reader = self.reader(model, (&batches.sequences, seed), date, cache)?;
         let mut read = reader.read(&self.data, DataUse::Training)?;
         if let Some(fraction) = evaluation.eval_fraction {
             let [trained, held_out] = held_out(read.samples.len(), fraction, seed)?;
@@ -94,7 +98,7 @@ impl DataArgs {
         model: DataModel,
         sequences: (&SequenceArgs, u64),
     ) -> Result<TrainingData> {
-        let reader = self.reader(model, sequences, self.date)?;
+        let reader = self.reader(model, sequences, self.date, TokenCache::from_env())?;
         let mut read = reader.read(&self.data, DataUse::Training)?;
         self.check(sequences.0, &read)?;
         reader.note_template(model.tokenizer, &mut read);
@@ -111,6 +115,7 @@ impl DataArgs {
         }: DataModel<'a>,
         (sequences, seed): (&'a SequenceArgs, u64),
         date: Option<Date>,
+        cache: Option<TokenCache>,
     ) -> Result<Reader<'a>> {
         let choice = self.chat_template.as_deref();
         let chosen_template = ChatTemplate::in_place_of_own(dir, choice, adapter, tokenizer)?;
@@ -129,6 +134,7 @@ impl DataArgs {
             columns: self.columns(),
             sequences,
             seed,
+            cache,
         })
     }
 
@@ -175,8 +181,7 @@ impl Reader<'_> {
     }
 
     fn samples(&self, data: &Data) -> Result<TrainingData> {
-        let cache = TokenCache::from_env();
-        let tokens = Tokens::encode(data, &self.encoder, cache.as_ref())?;
+        let tokens = Tokens::encode(data, &self.encoder, self.cache.as_ref())?;
         let (seq_len, overlong) = (self.sequences.seq_len(), self.sequences.overlong);
         if let (Overlong::Error, Some(record)) = (overlong, tokens.first_longer_than(seq_len)) {
             bail!(

@@ -21,18 +21,20 @@ pub(crate) struct Resumed {
 }
 
 impl TrainingRun<'_> {
-    /// What the run goes on from, if it does, and if its data and settings allow it. Every rank must call it.
+    /// What the run goes on from, if it does, and if its data and settings allow it. One that is not `to_be_done` changes nothing. Every
+    /// rank must call it.
     pub(crate) fn resumed(
         &self,
         record: &TrainingRecord,
         is_restart: bool,
+        to_be_done: bool,
         world: &ProcessGroup,
     ) -> Result<Option<Resumed>> {
-        let args = &self.training.checkpoints;
+        let args = &self.spec.training.checkpoints;
         let is_first = world.rank() == 0;
         let is_asked = is_restart || args.resume.is_some();
         let reading = (is_first && is_asked).then(|| Activity::start("reading the checkpoint"));
-        let opened = args.open(world, is_restart, &self.observers)?;
+        let opened = args.open(world, is_restart, to_be_done, &self.observers)?;
         drop(reading);
         let Some(checkpoint) = opened else {
             if is_first && is_asked {
@@ -78,12 +80,12 @@ impl TrainingRun<'_> {
 
     /// Steps of the whole run when it goes on: those of before may have been of other sizes.
     pub(crate) fn num_steps(&self, train: &TrainConfig, resumed: &Resumed) -> Result<usize> {
-        let batches = &self.training.batches;
+        let batches = &self.spec.training.batches;
         if batches.steps.is_some() {
             return Ok(train.lr_schedule.num_steps);
         }
         let step = resumed.checkpoint.step();
-        let rest = self.training.training_batches(&self.data.samples, 0)?;
+        let rest = self.spec.training.training_batches(&self.data.samples, 0)?;
         let rest = rest.continued(step, resumed.position.total);
         rest.first_step_from(batches.end_of_epochs(rest.num_samples()))
     }

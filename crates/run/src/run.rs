@@ -1,11 +1,13 @@
 //! A run as a value.
 
-use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use candle_core::{Error, Result};
+use candle_comm::RunConfig;
+use candle_core::{Device, Error, Result, bail};
 use candle_launch::NEEDS_MPI_EXIT_CODE;
+use candle_train_models::ModelConfig;
+use candle_trainer::{TokenCache, Tokenizer};
 use clap::{Args, Command};
 use serde::{Deserialize, Deserializer, Serialize};
 use toml::{Table, Value};
@@ -14,9 +16,13 @@ use crate::args::data::DataArgs;
 use crate::args::samples::SampleArgs;
 use crate::args::training::TrainingArgs;
 use crate::config_file::read_table;
+use crate::dry_run::DryRun;
 use crate::flags::{Layer, arguments, default_of, is_contradicted, parse_layers};
 use crate::idle::Idle;
 use crate::observer::Observers;
+use crate::reading::DataModel;
+use crate::spec::{RunSpec, check_flags};
+use crate::start::{Start, StartModel};
 use crate::stop::Stop;
 use crate::training_run::{Trained, TrainingRun};
 
@@ -57,28 +63,6 @@ pub struct Run<S: Start> {
     #[arg(skip)]
     #[serde(skip)]
     pub(crate) file: Option<PathBuf>,
-}
-
-/// What a run begins with: the weights of a checkpoint, or random ones.
-pub trait Start: Args + Clone + Debug + Serialize + Send + Sync {
-    /// The subcommand of `candle-train`.
-    const COMMAND: &'static str;
-
-    /// Values of flags that have other defaults here than they say.
-    fn defaults() -> Table;
-
-    /// Without what may differ between ranks: where a host has its files.
-    fn shared(&self) -> Self;
-
-    /// Reads model and data, and checks what can be checked before the ranks start.
-    ///
-    /// # Errors
-    /// What keeps the first step from being done.
-    fn prepare<'o>(
-        run: &Run<Self>,
-        stop: Stop,
-        observers: Observers<'o>,
-    ) -> Result<TrainingRun<'o>>;
 }
 
 impl<S: Start> Default for Run<S> {
@@ -140,7 +124,10 @@ impl<S: Start> Run<S> {
             return Ok(ExitCode::from(NEEDS_MPI_EXIT_CODE));
         }
         let stop = Stop::at_signals(self.training.batches.max_secs);
-        S::prepare(self, stop, Observers::console())?.run_as_rank()
+        let opened = self.open(true)?;
+        let cache = TokenCache::from_env();
+        self.read(opened, cache, stop, Observers::console())?
+            .run_as_rank()
     }
 
     /// Does what it says, with the ranks as threads of this process, or with this process as the rank that a launcher has made it, and tells
@@ -159,7 +146,171 @@ impl<S: Start> Run<S> {
     pub fn train_with(&self, observers: Observers) -> Result<Trained> {
         self.check()?;
         let stop = Stop::new(self.training.batches.max_secs);
-        S::prepare(self, stop, observers)?.run()
+        self.read(self.open(true)?, TokenCache::from_env(), stop, observers)?
+            .run()
+    }
+
+    /// What it would do, told on stdout and stderr: it makes every check of a start, and writes and trains nothing. The model's weights need not
+    /// be there, nor its tokenizer, without which the data is not read; of a model on the hub none are fetched.
+    ///
+    /// # Errors
+    /// What keeps the first step from being done.
+    pub fn dry_run(&self) -> Result<DryRun> {
+        self.dry_run_with(Observers::console())
+    }
+
+    /// As [`Self::dry_run`], telling others.
+    ///
+    /// # Errors
+    /// As [`Self::dry_run`].
+    pub fn dry_run_with(&self, observers: Observers) -> Result<DryRun> {
+        self.check()?;
+        self.told(observers)
+    }
+
+    /// As [`Self::dry_run`] of a command line, which has checked it.
+    ///
+    /// # Errors
+    /// As [`Self::dry_run`].
+    pub fn dry_run_as_rank(&self) -> Result<DryRun> {
+        self.told(Observers::console())
+    }
+
+    fn told(&self, observers: Observers) -> Result<DryRun> {
+        let opened = self.open(false)?;
+        // What other ranks would say is the same.
+        let observers = match opened.ranks.is_first() {
+            true => observers,
+            false => Observers::none(),
+        };
+        if opened.tokenizer.is_none() {
+            // They must be there all the same.
+            self.data.find()?;
+            let title = self.start.title(&self.data, &opened.model);
+            return DryRun::without_tokens(&opened, title, &observers);
+        }
+        let stop = Stop::new(self.training.batches.max_secs);
+        let cache = TokenCache::from_env().map(TokenCache::read_only);
+        self.read(opened, cache, stop, observers)?.dry_run()
+    }
+
+    /// The run of a model with this configuration, with everything filled that flags leave open: on so many processes or GPUs, or with 1 on as
+    /// many threads as the flags need.
+    ///
+    /// # Errors
+    /// As [`Self::check`].
+    pub fn spec(&self, config: &ModelConfig, num_ranks: usize) -> Result<RunSpec> {
+        self.check()?;
+        let mut training = self.training.clone();
+        training.fill_replicas(num_ranks);
+        Ok(self.filled(training, config, num_ranks, false, false))
+    }
+
+    fn filled(
+        &self,
+        mut training: TrainingArgs,
+        config: &ModelConfig,
+        num_ranks: usize,
+        on_gpus: bool,
+        is_restart: bool,
+    ) -> RunSpec {
+        let lora = self.start.adapters();
+        let taken = training.fill(config, lora.is_given(), on_gpus, is_restart);
+        let seq_len = training.batches.sequences.seq_len();
+        RunSpec {
+            longer: self.start.longer(config, seq_len),
+            data: self.data.clone(),
+            config: config.clone(),
+            training,
+            lora,
+            taken,
+            num_ranks,
+            on_gpus,
+            num_samples: None,
+        }
+    }
+
+    /// The model and its tokenizer, and all that can be checked before the data is read. Unless it `needs_weights`, the model may be there
+    /// without them, and without a tokenizer.
+    fn open(&self, needs_weights: bool) -> Result<Opened> {
+        let mut training = self.training.clone();
+        check_flags(&training, &self.start.adapters(), &self.data)?;
+        let ranks = training.run_config_with_defaults()?;
+        let mut model = S::model(self, needs_weights)?;
+        let on_gpus = ranks.devices.iter().all(Device::is_cuda);
+        let is_restart = ranks.env.num_restarts() > 0;
+        let num_ranks = ranks.env.world_size();
+        let mut spec = self.filled(training, &model.config, num_ranks, on_gpus, is_restart);
+        spec.check()?;
+        let folders = model.inputs.clone();
+        spec.training.check_folders(folders, &ranks)?;
+        let tokenizer = S::tokenizer(self, &mut model, ranks.is_first())?;
+        // It may have another number of tokens.
+        spec.config = model.config.clone();
+        spec.check()?;
+        if let Some(tokenizer) = &tokenizer {
+            self.samples.check(tokenizer, &spec.config)?;
+        }
+        model.weights.whole(&spec, model.name.as_deref())?;
+        Ok(Opened {
+            spec,
+            ranks,
+            model,
+            tokenizer,
+        })
+    }
+
+    /// Reads the data, of which tokens may be in the cache.
+    fn read<'o>(
+        &self,
+        opened: Opened,
+        cache: Option<TokenCache>,
+        stop: Stop,
+        observers: Observers<'o>,
+    ) -> Result<TrainingRun<'o>> {
+        let Opened {
+            mut spec,
+            ranks,
+            model,
+            tokenizer,
+        } = opened;
+        let Some(tokenizer) = tokenizer else {
+            bail!("the model has no tokenizer.json, with which the data could be read");
+        };
+        let of_model = DataModel {
+            tokenizer: &tokenizer,
+            dir: model.dir.as_deref(),
+            adapter: spec.lora.adapter.as_deref(),
+        };
+        let data = (spec.data).read(of_model, &spec.training, &ranks, cache)?;
+        spec.num_samples = Some(data.samples.len());
+        let title = self.start.title(&self.data, &model);
+        let StartModel {
+            weights,
+            name,
+            sidecars,
+            mut inputs,
+            ..
+        } = model;
+        inputs.extend(data.inputs.iter().cloned());
+        Ok(TrainingRun {
+            observers,
+            samples: self.samples.clone(),
+            stop,
+            tokenizer,
+            title,
+            sidecars,
+            inputs,
+            data,
+            base_model: name,
+            initial_weights: weights,
+            again: self.to_repeat(&spec.training)?,
+            shared: self.shared()?,
+            file: self.file.clone(),
+            is_date_given: self.data.date.is_some(),
+            spec,
+            ranks,
+        })
     }
 
     /// Checks what its values tell alone.
@@ -250,6 +401,14 @@ impl<S: Start> Run<S> {
         let sections = table.into_iter().filter(|(_, value)| value.is_table());
         sections.map(|(name, _)| name).collect()
     }
+}
+
+/// What is known of a run before its data.
+pub(crate) struct Opened {
+    pub spec: RunSpec,
+    pub ranks: RunConfig,
+    pub model: StartModel,
+    pub tokenizer: Option<Tokenizer>,
 }
 
 /// Without what is the same in `other`.

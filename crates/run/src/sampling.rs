@@ -13,7 +13,7 @@ use crate::training_run::TrainingRun;
 impl TrainingRun<'_> {
     /// Lets the model continue the prompt and prints it on the first rank. Every rank must call it.
     pub(crate) fn print_sample(&self, title: &str, mesh: &Mesh, part: &ModelPart) -> Result<()> {
-        let (args, config, tokenizer) = (&self.samples, &self.config, &self.tokenizer);
+        let (args, config, tokenizer) = (&self.samples, &self.spec.config, &self.tokenizer);
         let Some(text) = args.prompt() else {
             return Ok(());
         };
@@ -27,7 +27,7 @@ impl TrainingRun<'_> {
         let mut sampler = Sampler::new(SamplingConfig {
             temperature: args.temperature,
             top_p: args.top_p,
-            seed: self.training.batches.seed,
+            seed: self.spec.training.batches.seed,
             ..SamplingConfig::default()
         })?;
         let pipeline = Pipeline::new(Schedule::GPipe, mesh);

@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
-use candle_comm::{Degrees, Mesh, ProcessGroup, RunConfig, launch};
+use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Result};
 use candle_launch::PEER_FAILED_EXIT_CODE;
 use candle_ops::GpuState;
-use candle_parallel::checkpoint::{HfSave, with_config_dtype};
-use candle_parallel::{ModelPart, ParamStore, agree};
-use candle_train_models::{CausalLm, ModelConfig, flops_per_token};
+use candle_parallel::checkpoint::{HfSave, SpaceNeed, check_free_space, with_config_dtype};
+use candle_parallel::{ModelPart, Parameters, agree};
+use candle_train_models::flops_per_token;
 use candle_trainer::{
     Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, ParameterServer,
     Tokenizer, TrainConfig, Trainer, TrainingRecord,
@@ -20,7 +20,6 @@ use toml::Table;
 use crate::allocator::keep_freed_memory;
 use crate::args::data::DATE;
 use crate::args::logs::Log;
-use crate::args::lora::LoraArgs;
 use crate::args::samples::SampleArgs;
 use crate::args::training::TrainingArgs;
 use crate::best_weights::{remove_best, take_best, tell_of_best};
@@ -33,27 +32,24 @@ use crate::observer::{Numbers, Observers};
 use crate::output::{code_of_refusal, in_words, print_for_all};
 use crate::reading::TrainingData;
 use crate::saving::{leave, save_model};
+use crate::spec::{RanksMemory, RunSpec};
+use crate::start::InitialWeights;
 use crate::stop::{Stop, Stopped};
 
 /// Everything that the ranks of this process need, read once.
 pub struct TrainingRun<'o> {
     /// Who is told what happens.
     pub(crate) observers: Observers<'o>,
-    pub(crate) training: TrainingArgs,
+    pub(crate) spec: RunSpec,
     pub(crate) ranks: RunConfig,
     pub(crate) samples: SampleArgs,
     /// What may stop it; the time counts since the program began.
     pub(crate) stop: Stop,
-    pub(crate) config: ModelConfig,
     pub(crate) initial_weights: InitialWeights,
-    /// What is trained beside these.
-    pub(crate) lora: LoraArgs,
     /// The model that is trained, as its user calls it.
     pub(crate) base_model: Option<String>,
     pub(crate) tokenizer: Tokenizer,
     pub(crate) data: TrainingData,
-    /// What was taken where no flag says.
-    pub(crate) taken: Vec<Taken>,
     /// What is trained on what, in words.
     pub(crate) title: String,
     /// Files and folders that are read.
@@ -85,57 +81,13 @@ pub struct Trained {
     pub eval_loss: Option<f64>,
 }
 
-/// What all ranks of a run are told: how it trains, on which ranks, how it saves, and what it notes.
-#[derive(Clone, Copy)]
-pub(crate) struct OfRun<'a> {
-    pub train: &'a TrainConfig,
-    pub ranks: &'a RunConfig,
-    pub save: &'a HfSave,
-    pub record: &'a TrainingRecord,
+/// What is known of a run when its data is read and its flags are checked: for all ranks.
+pub(crate) struct Settled {
+    pub train: TrainConfig,
+    pub save: HfSave,
+    pub record: TrainingRecord,
     /// What it is called, if it begins.
-    pub name: &'a str,
-}
-
-/// Where a run begins.
-pub(crate) enum InitialWeights {
-    Random,
-    /// A folder.
-    Checkpoint(PathBuf),
-}
-
-impl InitialWeights {
-    /// The model's parameters, of which the flags freeze some or train others beside them.
-    fn store(
-        &self,
-        training: &TrainingArgs,
-        lora: &LoraArgs,
-        base_model: Option<&str>,
-    ) -> Result<ParamStore> {
-        let seed = training.batches.seed;
-        let store = match self {
-            Self::Random => ParamStore::init(seed),
-            Self::Checkpoint(model) => ParamStore::from_pretrained(model)?,
-        };
-        lora.apply(training.optimizer.freeze.apply(store), seed, base_model)
-    }
-
-    /// Checks, without reading weights, that they are those which `config` tells of, and that adapters and patterns of names fit them.
-    ///
-    /// # Errors
-    /// What would be wrong with the model of the run.
-    pub fn check(
-        &self,
-        config: &ModelConfig,
-        training: &TrainingArgs,
-        lora: &LoraArgs,
-    ) -> Result<()> {
-        let store = self.store(training, lora, None)?.without_values();
-        let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default())?;
-        // Zeros of this type cost nothing until they are written to.
-        let vb = store.builder(DType::F32, &Device::Cpu);
-        let part = CausalLm::part(config, &mesh, &vb)?;
-        training.optimizer.freeze.check(part.params())
-    }
+    pub name: String,
 }
 
 /// Files that tell what a model is, and not what an adapter is.
@@ -171,7 +123,7 @@ impl TrainingRun<'_> {
             eval_loss,
         } = self.observers.numbers();
         Ok(Trained {
-            output: self.training.output.output,
+            output: self.spec.training.output.output,
             is_stopped,
             steps,
             loss,
@@ -179,9 +131,8 @@ impl TrainingRun<'_> {
         })
     }
 
-    /// Checks what can be checked, trains and saves: how it ended, and whether a failure is another rank's.
-    fn run_ranks(&mut self) -> Result<(Result<End>, bool)> {
-        let mut ranks = self.ranks.clone();
+    /// What the flags make of the model and the data.
+    pub(crate) fn settle(&mut self) -> Result<Settled> {
         // Of this run, not of that which made the model.
         self.sidecars.retain(|(name, _)| name != CONFIG_FILE);
         if let Some(date) = self.data.date.filter(|_| !self.is_date_given) {
@@ -191,79 +142,109 @@ impl TrainingRun<'_> {
                 section.insert(name, date.to_string().into());
             }
             let reason = "the day on which the run began";
-            self.taken.push(Taken::new(DATE, date, reason));
+            self.spec.taken.push(Taken::new(DATE, date, reason));
         }
         if let Some(template) = &self.data.chosen_template {
             template.save_among(&mut self.sidecars, &self.tokenizer)?;
         }
-        let own = text_of(&self.again, &self.taken)?;
+        let own = text_of(&self.again, &self.spec.taken)?;
         self.sidecars
             .push((CONFIG_FILE.to_string(), own.into_bytes()));
-        let model = match &self.initial_weights {
-            InitialWeights::Random => None,
-            InitialWeights::Checkpoint(model) => Some(model.as_path()),
-        };
-        let warning = self.lora.check(self.base_model.as_deref().zip(model))?;
+        let model = self.initial_weights.folder();
+        let warning = (self.spec.lora).check(self.base_model.as_deref().zip(model))?;
         self.data.warnings.extend(warning);
-        let tokenizer = &self.tokenizer;
-        let TrainingData {
-            samples,
-            eval_samples,
-            ..
-        } = &self.data;
-        for samples in std::iter::once(samples).chain(eval_samples) {
-            tokenizer.check_vocab(&[samples.tokens().max_id()], self.config.vocab_size)?;
+        let (training, data) = (&self.spec.training, &self.data);
+        let vocab_size = self.spec.config.vocab_size;
+        for samples in std::iter::once(&data.samples).chain(&data.eval_samples) {
+            (self.tokenizer).check_vocab(&[samples.tokens().max_id()], vocab_size)?;
         }
-        let save_dtype = self.training.output.dtype();
-        let output = self.training.output.output.clone();
-        let train = self.training.train_config(samples)?;
-        let checkpoints = &self.training.checkpoints;
+        let save_dtype = training.output.dtype();
+        let train = training.train_config(&data.samples)?;
         self.evaluation((0, 1), EvalHistory::default())?;
         let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
         let config = config.map(|(_, content)| content.as_slice());
         let mut record = TrainingRecord {
             save_dtype: save_dtype.map(|dtype| dtype.as_str().to_string()),
-            ..self.training.record(&train, &self.data, config, model)?
+            ..training.record(&train, data, config, model)?
         };
-        self.lora.add_to(&mut record)?;
-        if self.lora.is_given() {
+        self.spec.lora.add_to(&mut record)?;
+        if self.spec.lora.is_given() {
             // What describes the model is in the model's folder, but for the ends of turns of another template than its own.
-            let has_ends = self.data.chosen_template.is_some();
-            let sidecars = &mut self.sidecars;
+            let has_ends = data.chosen_template.is_some();
             let is_of_adapter =
                 |name: &str| has_ends && name == GENERATION_FILE || !OF_THE_MODEL.contains(&name);
-            sidecars.retain(|(name, _)| is_of_adapter(name));
+            self.sidecars.retain(|(name, _)| is_of_adapter(name));
         }
-        let run = self.name(&record, &ranks)?;
+        let name = self.name(&record, &self.ranks)?;
         let sidecars = with_config_dtype(self.sidecars.clone(), save_dtype)?;
-        let beside = checkpoints.save_dir.as_deref();
+        let beside = training.checkpoints.save_dir.as_deref();
+        let samples = data.eval_samples.as_ref();
         let save = HfSave {
-            run: Some(
-                self.training
-                    .run_digest(&record, save_dtype, eval_samples.as_ref())?,
-            ),
+            run: Some(training.run_digest(&record, save_dtype, samples)?),
             inputs: self.inputs.clone(),
-            ..self.training.output.hf_save(beside, sidecars)
+            ..training.output.hf_save(beside, sidecars)
         };
+        Ok(Settled {
+            train,
+            save,
+            record,
+            name,
+        })
+    }
+
+    /// Checks, once it is known where the model will be, that there is room for what the run holds and writes, says what it will do, and what
+    /// it will hold.
+    pub(crate) fn check_start(
+        &self,
+        settled: &Settled,
+        output: &Path,
+    ) -> Result<(Parameters, RanksMemory)> {
+        let (training, ranks) = (&self.spec.training, &self.ranks);
+        let num_steps = settled.train.lr_schedule.num_steps;
+        let noted = (training.checkpoints).noted(ranks.env.num_restarts() > 0);
+        let of = self.metrics_of(&settled.name, noted.is_some());
+        let steps = (noted.map(|noted| noted.step), num_steps);
+        training.logs.check(output, steps, of)?;
+        self.announce_start(&settled.train);
+        let base_model = self.base_model.as_deref();
+        let whole = self.initial_weights.whole(&self.spec, base_model)?;
+        let memory = self.spec.announce(whole.params(), ranks, &self.observers)?;
+        Ok((whole.params().clone(), memory))
+    }
+
+    /// What the run will write.
+    pub(crate) fn space_needs<'a>(
+        &'a self,
+        save: &'a HfSave,
+        whole: &Parameters,
+    ) -> Result<Vec<SpaceNeed<'a>>> {
+        let keeps_best = self.data.eval_samples.is_some();
+        self.spec.space_needs(save, whole, keeps_best)
+    }
+
+    /// Checks what can be checked, trains and saves: how it ended, and whether a failure is another rank's.
+    fn run_ranks(&mut self) -> Result<(Result<End>, bool)> {
+        let settled = self.settle()?;
+        let training = &self.spec.training;
+        let output = training.output.output.as_path();
         self.stop.cleans_up();
+        let mut ranks = self.ranks.clone();
         // No other run writes there until this one ends.
-        let claimed = ranks.is_first().then(|| save.check_output()).transpose()?;
+        let claimed = (ranks.is_first())
+            .then(|| settled.save.check_output())
+            .transpose()?;
         if let Some(claimed) = &claimed {
-            let num_steps = train.lr_schedule.num_steps;
-            let noted = checkpoints.noted(ranks.env.num_restarts() > 0);
-            let of = self.metrics_of(&run, noted.is_some());
-            let steps = (noted.map(|noted| noted.step), num_steps);
-            self.training.logs.check(claimed.place(), steps, of)?;
-            self.announce_start(&train, &ranks);
+            let (whole, _) = self.check_start(&settled, claimed.place())?;
+            check_free_space(&self.space_needs(&settled.save, &whole)?)?;
         }
         let folders = [
-            ("--model", model),
-            ("--adapter", self.lora.adapter.as_deref()),
+            ("--model", self.initial_weights.folder()),
+            ("--adapter", self.spec.lora.adapter.as_deref()),
         ];
         ranks.fingerprint = fingerprint(&ranks, &self.shared, &self.data, &folders)?;
         let refusal = code_of_refusal(&ranks.env);
         ranks.failure_exit_code.store(refusal, Ordering::Relaxed);
-        let num_steps = train.lr_schedule.num_steps;
+        let num_steps = settled.train.lr_schedule.num_steps;
         let tell = |end: End| {
             // What keeps a library's run from its end is said by who called it.
             let is_error = matches!(end, End::Refused(_) | End::Diverged(_));
@@ -272,35 +253,27 @@ impl TrainingRun<'_> {
             }
             // While the others wait: mpirun ends a process when another one has ended with an error.
             let is_alone = ranks.env.world_size() == 1;
-            let place = (output.as_path(), is_alone);
-            end.tell(&self.stop, num_steps, place, &self.observers);
+            end.tell(&self.stop, num_steps, (output, is_alone), &self.observers);
             end
         };
-        let of_run = OfRun {
-            train: &train,
-            ranks: &ranks,
-            save: &save,
-            record: &record,
-            name: &run,
-        };
-        let (ends, is_of_peer) = match self.training.strategy.num_servers() {
+        let (ends, is_of_peer) = match training.strategy.num_servers() {
             0 => {
                 let ends = launch::run(&ranks, |world| {
-                    self.training.ranks.settle();
+                    training.ranks.settle();
                     let is_first = world.rank() == 0;
-                    let mesh = Mesh::new(world, self.training.layout.degrees())?;
-                    let end = self.run_rank(of_run, &mesh, None)?;
+                    let mesh = Mesh::new(world, training.layout.degrees())?;
+                    let end = self.run_rank(&settled, &ranks, &mesh, None)?;
                     Ok(if is_first { tell(end) } else { end })
                 });
                 (ends, false)
             }
-            num_servers => self.run_with_servers(num_servers, of_run, tell),
+            num_servers => self.run_with_servers(num_servers, &settled, &ranks, tell),
         };
         let ended = ends.map(|ends| ends.into_iter().next().unwrap_or(End::Complete));
         // A run that failed or was stopped may have nothing else.
         if claimed.is_some()
             && matches!(ended, Ok(End::Complete | End::WithoutCheckpoints(_)))
-            && let Err(err) = remove_best(&output)
+            && let Err(err) = remove_best(output)
         {
             self.observers.warn(err.to_string());
         }
@@ -316,7 +289,7 @@ impl TrainingRun<'_> {
             evaluation,
             batches,
             ..
-        } = &self.training;
+        } = &self.spec.training;
         let Some(samples) = &self.data.eval_samples else {
             return Ok(None);
         };
@@ -327,23 +300,23 @@ impl TrainingRun<'_> {
     /// One rank's part: of a mesh that trains, or of one of servers.
     pub(crate) fn run_rank(
         &self,
-        OfRun {
+        Settled {
             train,
-            ranks,
             save,
             record,
             name,
-        }: OfRun,
+        }: &Settled,
+        ranks: &RunConfig,
         mesh: &Mesh,
         server: Option<ParameterServer>,
     ) -> Result<End> {
-        let training = &self.training;
+        let training = &self.spec.training;
         let is_restart = ranks.env.num_restarts() > 0;
         // The first rank's.
         let names = mesh.world.all_gather_bytes(name.as_bytes())?;
         let name = names.first().map_or(&[][..], Vec::as_slice);
         let mut name = String::from_utf8_lossy(name).into_owned();
-        let checkpoints = self.resumed(record, is_restart, &mesh.world);
+        let checkpoints = self.resumed(record, is_restart, true, &mesh.world);
         let checkpoints = checkpoints.and_then(|resumed| {
             let checkpoint = resumed.as_ref().map(|it| &it.checkpoint);
             let best = training.folder_of_best()?;
@@ -395,7 +368,10 @@ impl TrainingRun<'_> {
         let history = resumed.as_ref().map(|resumed| resumed.evaluation);
         let replica = (mesh.dp.rank(), mesh.dp.world_size());
         let evaluation = self.evaluation(replica, history.unwrap_or_default())?;
-        self.announce(&trainer, mesh)?;
+        let warning = training.ranks.warning_of_precision(mesh.world.device());
+        if let Some(warning) = warning.filter(|_| is_first) {
+            self.observers.warn(warning);
+        }
         if let Some(resumed) = &resumed {
             trainer.resume(&resumed.checkpoint)?;
         }
@@ -421,7 +397,8 @@ impl TrainingRun<'_> {
             name = resumed.checkpoint.run().to_string();
             resumed.position
         });
-        match self.logs((&trainer, save), &mesh.world, (&name, position.is_some())) {
+        let resumed_at = position.is_some().then(|| trainer.step());
+        match self.logs(&mesh.world, &name, resumed_at) {
             Ok(logs) => {
                 let logs = logs.into_iter().flatten();
                 logs.for_each(|log| self.observers.push(Box::new(log)));
@@ -453,7 +430,7 @@ impl TrainingRun<'_> {
             if is_first && let Some(folder) = training.folder_of_best()? {
                 tell_of_best(&trainer, &folder, &self.observers);
             }
-            let output_flag = if self.lora.is_given() {
+            let output_flag = if self.spec.lora.is_given() {
                 "--adapter"
             } else {
                 "--model"
@@ -477,28 +454,29 @@ impl TrainingRun<'_> {
         })
     }
 
-    /// Checks, on the first rank, that there is room for what the run saves, and opens what the steps of it are written to. Every rank must call it.
+    /// Opens, on the first rank, what the steps of the run are written to. Every rank must call it.
     fn logs(
         &self,
-        (trainer, save): (&Trainer, &HfSave),
         world: &ProcessGroup,
-        (run, is_resumed): (&str, bool),
+        run: &str,
+        resumed_at: Option<usize>,
     ) -> Result<Option<Vec<Log>>> {
         let open = || -> Result<Vec<Log>> {
-            trainer.check_space(save)?;
-            let resumed_at = is_resumed.then(|| trainer.step());
-            let of = self.metrics_of(run, is_resumed);
-            self.training.logs.open(resumed_at, of, &self.observers)
+            let of = self.metrics_of(run, resumed_at.is_some());
+            self.spec
+                .training
+                .logs
+                .open(resumed_at, of, &self.observers)
         };
         agree(world, (world.rank() == 0).then(open).transpose())
     }
 
     /// A rank's part of the model with its initial weights; one rank shows how far it has read them.
     pub(crate) fn part(&self, mesh: &Mesh, is_first: bool) -> Result<ModelPart> {
-        let training = &self.training;
+        let training = &self.spec.training;
         let store = self
             .initial_weights
-            .store(training, &self.lora, self.base_model.as_deref())?;
+            .store(&self.spec, self.base_model.as_deref())?;
         let num_read_bytes = store.checkpoint().map(|source| source.num_read_bytes());
         let loading = num_read_bytes.filter(|_| is_first).map(|num_bytes| {
             let done = move || num_bytes.load(Ordering::Relaxed);
@@ -507,9 +485,10 @@ impl TrainingRun<'_> {
         let store = store.with_data_parallel(training.data_parallel());
         let vb = store.builder(training.layout.dtype().into(), mesh.world.device());
         let seq_len = training.batches.sequences.seq_len();
-        let part = training.layout.part(&self.config, mesh, &vb, seq_len)?;
+        let part = training
+            .layout
+            .part(&self.spec.config, mesh, &vb, seq_len)?;
         drop(loading);
-        training.optimizer.freeze.check(part.params())?;
         Ok(part)
     }
 
@@ -519,14 +498,14 @@ impl TrainingRun<'_> {
             1 => ranks.devices.len(),
             processes => processes,
         };
-        let is_narrow = DType::from(self.training.layout.dtype()) != DType::F32;
+        let is_narrow = DType::from(self.spec.training.layout.dtype()) != DType::F32;
         let gpu = GpuState::of(device)?.filter(|_| is_narrow);
         let peak = gpu.and_then(|gpu| gpu.peak_tflops());
         Ok(ModelFlops {
             per_token: flops_per_token(
-                &self.config,
+                &self.spec.config,
                 part.params(),
-                self.training.batches.sequences.seq_len(),
+                self.spec.training.batches.sequences.seq_len(),
             ),
             peak_per_sec: peak.map(|peak| peak * 1e12 * num_devices as f64),
         })

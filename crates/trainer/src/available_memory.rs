@@ -21,18 +21,33 @@ const V2: GroupFiles = GroupFiles {
     cache: "inactive_file",
 };
 
-/// Bytes that the calling process can still take and those that it has; `None` where nothing tells, as on other systems than Linux.
-pub(crate) fn available_memory() -> Option<[u64; 2]> {
-    let status = read_to_string("/proc/self/status").ok()?;
-    let own = number_after("RssAnon:", &status)? << 10;
-    let left = left_in(Path::new("/proc"), Path::new("/sys/fs/cgroup"))?;
-    Some([left, own])
+/// Bytes of memory.
+pub(crate) struct AvailableMemory {
+    /// That the calling process can still take.
+    pub left: u64,
+    /// That it has.
+    pub own: u64,
+    /// That there are for all processes together, swap included.
+    pub all: u64,
 }
 
-/// The least that the machine and the groups leave.
-fn left_in(proc: &Path, groups: &Path) -> Option<u64> {
+impl AvailableMemory {
+    /// Of the calling process; `None` where nothing tells, as on other systems than Linux.
+    pub fn of_process() -> Option<Self> {
+        let status = read_to_string("/proc/self/status").ok()?;
+        let own = number_after("RssAnon:", &status)? << 10;
+        let [left, all] = least_in(Path::new("/proc"), Path::new("/sys/fs/cgroup"))?;
+        Some(Self { left, own, all })
+    }
+}
+
+/// The least that the machine and the groups leave, and the least that they have in all.
+fn least_in(proc: &Path, groups: &Path) -> Option<[u64; 2]> {
     let machine = read_to_string(proc.join("meminfo")).ok()?;
-    let machine = number_after("MemAvailable:", &machine)? << 10;
+    let of_machine = |word| Some(number_after(word, &machine)? << 10);
+    let left = of_machine("MemAvailable:")?;
+    let all = of_machine("MemTotal:").unwrap_or(u64::MAX);
+    let swap = of_machine("SwapTotal:").unwrap_or(0);
     let own = read_to_string(proc.join("self/cgroup")).unwrap_or_default();
     let of_groups = own.lines().flat_map(|line| {
         let mut parts = line.splitn(3, ':').skip(1);
@@ -48,14 +63,16 @@ fn left_in(proc: &Path, groups: &Path) -> Option<u64> {
         let all = own
             .ancestors()
             .filter(|dir| is_of_memory && dir.starts_with(&root));
-        all.filter_map(|dir| files.left_of(dir)).collect::<Vec<_>>()
+        all.filter_map(|dir| files.read(dir)).collect::<Vec<_>>()
     });
-    of_groups.chain([machine]).min()
+    let all_of = of_groups.chain([[left, all]]);
+    let [left, all] = all_of.reduce(|a, b| [a[0].min(b[0]), a[1].min(b[1])])?;
+    Some([left, all.saturating_add(swap)])
 }
 
 impl GroupFiles {
-    /// What the group `dir` leaves, if it has a limit.
-    fn left_of(&self, dir: &Path) -> Option<u64> {
+    /// What the group `dir` leaves, and its limit, if it has one.
+    fn read(&self, dir: &Path) -> Option<[u64; 2]> {
         let number = |name| {
             read_to_string(dir.join(name))
                 .ok()?
@@ -66,7 +83,8 @@ impl GroupFiles {
         let (limit, usage) = (number(self.limit)?, number(self.usage)?);
         let stat = read_to_string(dir.join("memory.stat")).unwrap_or_default();
         let cache = number_after(self.cache, &stat).unwrap_or(0);
-        Some(limit.saturating_sub(usage.saturating_sub(cache)))
+        let left = limit.saturating_sub(usage.saturating_sub(cache));
+        Some([left, limit])
     }
 }
 
@@ -81,7 +99,7 @@ fn number_after(word: &str, text: &str) -> Option<u64> {
 mod tests {
     use std::fs;
 
-    use super::left_in;
+    use super::least_in;
 
     #[test]
     fn the_least_of_the_machine_and_all_groups_counts() {
@@ -91,17 +109,21 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         };
-        let left = || left_in(&dir.path().join("proc"), &dir.path().join("cgroup"));
+        let least = || least_in(&dir.path().join("proc"), &dir.path().join("cgroup"));
+        let left = || least().map(|[left, _]| left);
         assert_eq!(left(), None);
-        write("proc/meminfo", "MemTotal: 900 kB\nMemAvailable:  500 kB\n");
-        assert_eq!(left(), Some(500 << 10));
+        write(
+            "proc/meminfo",
+            "MemTotal: 900 kB\nMemAvailable:  500 kB\nSwapTotal: 1 kB\n",
+        );
+        assert_eq!(least(), Some([500 << 10, 901 << 10]));
         // The limit is that of a group around the own one.
         write("proc/self/cgroup", "4:cpu,memory:/a/b\n0::/c/d\n");
         write("cgroup/c/d/memory.max", "max\n");
         write("cgroup/c/d/memory.current", "7\n");
         write("cgroup/c/memory.max", "9000\n");
         write("cgroup/c/memory.current", "5000\n");
-        assert_eq!(left(), Some(4000));
+        assert_eq!(least(), Some([4000, 9000 + 1024]));
         write("cgroup/c/memory.stat", "anon 1\ninactive_file 2000\n");
         assert_eq!(left(), Some(6000));
         write("cgroup/memory/memory.limit_in_bytes", "3000");

@@ -3,9 +3,7 @@
 use candle_comm::message_of;
 use candle_core::{Error, Result};
 use candle_parallel::DistributedOptimizer;
-use candle_parallel::checkpoint::{
-    CheckpointNote, CheckpointSaver, SaveOutcome, SetAside, SpaceNeed,
-};
+use candle_parallel::checkpoint::{CheckpointNote, CheckpointSaver, SaveOutcome, SetAside};
 
 use crate::EvalHistory;
 use crate::loss_range::LossHistory;
@@ -71,11 +69,6 @@ impl Checkpoints {
     pub(crate) fn note_evaluation(&mut self, step: usize, loss: f64, history: EvalHistory) {
         self.evaluated = Some((step, loss));
         self.record.evaluation = history;
-    }
-
-    /// What the checkpoints take.
-    pub(crate) fn space_need(&self, optimizer: &DistributedOptimizer) -> SpaceNeed<'_> {
-        self.saver.space_need(optimizer)
     }
 
     /// How many saves failed, if all did.

@@ -1,11 +1,11 @@
 //! What a rank's memory holds, in words: at the end of a run, and when a GPU has none left.
 
 use candle_comm::message_of;
-use candle_core::{Device, Error, Result};
+use candle_core::{Device, Error, Result, bail};
 use candle_ops::GpuState;
 use candle_parallel::{MemoryCategory, MemoryReport, ModelPart};
 
-use crate::available_memory::available_memory;
+use crate::available_memory::AvailableMemory;
 
 /// What errors of the driver, cuBLAS and cuDNN about missing memory contain.
 const OUT_OF_MEMORY: [&str; 4] = [
@@ -64,27 +64,46 @@ fn report(part: &ModelPart) -> Result<Option<String>> {
     )))
 }
 
-/// A warning if more memory is `expected` of each of this machine's ranks than there is for them, so many in each of so many processes.
-pub fn warning_of_memory(
-    expected: &MemoryReport,
-    (num_ranks, num_processes): (usize, usize),
-) -> Option<String> {
-    let [left, own] = available_memory()?;
-    let of_rank: u64 = MemoryCategory::ALL
-        .map(|category| expected.of(category).peak)
-        .iter()
-        .sum();
-    let (num_ranks, num_processes) = (num_ranks as u64, num_processes as u64);
-    let needed = of_rank.saturating_mul(num_ranks * num_processes);
+/// A warning if this machine has less memory left than it needs for `num_ranks` ranks in each of `num_processes` processes, each of which
+/// takes `of_rank` bytes at its peak.
+///
+/// # Errors
+/// They need more than the machine has in all, or than this process's control group may have.
+pub fn check_memory(
+    of_rank: u64,
+    num_ranks: usize,
+    num_processes: usize,
+) -> Result<Option<String>> {
+    match AvailableMemory::of_process() {
+        Some(memory) => check_against(&memory, of_rank, num_ranks as u64, num_processes as u64),
+        None => Ok(None),
+    }
+}
+
+fn check_against(
+    memory: &AvailableMemory,
+    of_rank: u64,
+    num_ranks: u64,
+    num_processes: u64,
+) -> Result<Option<String>> {
+    let needed = of_rank.saturating_mul(num_ranks.saturating_mul(num_processes));
+    if needed > memory.all {
+        bail!(
+            "this run needs {} of this machine's memory, which has {} in all, swap included\n{LESS_MEMORY_HINT}",
+            memory_in_words(needed),
+            memory_in_words(memory.all)
+        );
+    }
     // What the processes hold already is among what they need.
-    let available = left.saturating_add(own.saturating_mul(num_processes));
-    (needed > available).then(|| {
+    let own = memory.own.saturating_mul(num_processes);
+    let available = memory.left.saturating_add(own);
+    Ok((needed > available).then(|| {
         format!(
             "this run is expected to need {} of this machine's memory, of which it can have {}\n{LESS_MEMORY_HINT}",
             memory_in_words(needed),
             memory_in_words(available)
         )
-    })
+    }))
 }
 
 /// `weights 1.2 GiB, gradients 2.4 GiB`: the most that was held of each category.
@@ -120,4 +139,29 @@ pub fn memory_in_words(bytes: u64) -> String {
         bytes as f64 / (1u64 << (10 * power)) as f64,
         UNITS[power]
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::check_against;
+    use crate::available_memory::AvailableMemory;
+
+    #[test]
+    fn more_than_is_left_is_a_warning_and_more_than_there_is_an_error() {
+        let memory = AvailableMemory {
+            left: 900,
+            own: 50,
+            all: 2000,
+        };
+        let check = |of_rank, num_ranks| check_against(&memory, of_rank, num_ranks, 2);
+        assert_eq!(check(250, 2).unwrap(), None);
+        let warning = check(251, 2).unwrap().unwrap();
+        assert!(warning.contains("need 1004.0 bytes"), "{warning}");
+        assert!(warning.contains("can have 1000.0 bytes"), "{warning}");
+        assert!(check(500, 2).unwrap().is_some());
+        let error = check(501, 2).unwrap_err().to_string();
+        assert!(error.contains("needs 2.0 KiB"), "{error}");
+        assert!(error.contains("\nhint: "), "{error}");
+        assert!(check(u64::MAX, u64::MAX).is_err());
+    }
 }

@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use candle_core::{Error, Result, bail};
+use candle_parallel::checkpoint::check_folder_of;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -122,6 +123,14 @@ impl Metrics {
     pub fn replace(path: impl AsRef<Path>, run: &str) -> Result<Self> {
         Self::run_of(&path)?;
         Self::open(path.as_ref(), run, Kept::default())
+    }
+
+    /// Checks that there can be a file at `path`, where none is; nothing is made.
+    ///
+    /// # Errors
+    /// A folder that is not there or cannot be written to.
+    pub fn check_place(path: &Path) -> Result<()> {
+        check_folder_of(path).map_err(|err| cannot_write(path, &err))
     }
 
     /// The run whose metrics `path` has, by its first line; without a name if an earlier version has written it. `None` if nothing is

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use candle_core::{Error, Result, bail};
-use candle_parallel::checkpoint::FolderLock;
+use candle_parallel::checkpoint::{FolderLock, check_writable};
 use serde_json::Value;
 
 use crate::MetricsLine;
@@ -44,7 +44,7 @@ impl TensorBoard {
         );
         let path = dir.join(name);
         std::fs::create_dir_all(dir).map_err(|err| cannot_write(dir, &err))?;
-        let lock = Self::lock(dir)?;
+        let lock = FolderLock::acquire(&locked(dir)).map_err(|err| cannot_write(dir, &err))?;
         let mut options = OpenOptions::new();
         let file = options.append(true).create_new(true).open(&path);
         let file = file.map_err(|err| cannot_write(dir, &err))?;
@@ -65,13 +65,13 @@ impl TensorBoard {
         Ok(events)
     }
 
-    /// The right to write to the folder `dir`, until it is dropped.
+    /// Checks that this run can write to the folder `dir`, which is there, without changing anything.
     ///
     /// # Errors
-    /// Another run has it, whose process is named; the folder is missing or cannot be written to.
-    pub fn lock(dir: &Path) -> Result<FolderLock> {
-        // Another file than that of --save-dir, which may be the same folder.
-        FolderLock::acquire(&dir.join("tensorboard")).map_err(|err| cannot_write(dir, &err))
+    /// Another run writes there, whose process is named; it is no folder or cannot be written to.
+    pub fn check(dir: &Path) -> Result<()> {
+        let checked = check_writable(dir).and_then(|()| FolderLock::check_free(&locked(dir)));
+        checked.map_err(|err| cannot_write(dir, &err))
     }
 
     /// Appends a step, as a point at [`crate::StepMetrics::step`]: its other numbers as `train/loss` and so on, those of its memory as `memory/weights_bytes` and
@@ -109,6 +109,11 @@ impl TensorBoard {
             Err(err) => bail!("cannot write to {}: {err}", self.path.display()),
         }
     }
+}
+
+/// What is locked of the folder `dir`: another file than that of --save-dir, which may be the same folder.
+fn locked(dir: &Path) -> PathBuf {
+    dir.join("tensorboard")
 }
 
 fn cannot_write(dir: &Path, err: &std::io::Error) -> Error {

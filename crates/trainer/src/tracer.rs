@@ -12,6 +12,7 @@ use std::time::Instant;
 use candle_comm::trace::{self, SpanKind};
 use candle_comm::{Mesh, P2p, ProcessGroup, message_of};
 use candle_core::{DType, Error, Result, Tensor, bail};
+use candle_parallel::checkpoint::check_folder_of;
 use serde::{Deserialize, Serialize};
 
 use crate::counted::counted;
@@ -61,7 +62,7 @@ impl Tracer {
                 path.display()
             ))
         };
-        WholeFile::create(path).map_err(fail)?;
+        check_folder_of(path).map_err(fail)?;
         if path.exists() {
             let mut beginning = Vec::new();
             let file = File::open(path).map_err(fail)?;

@@ -86,7 +86,15 @@ impl Tokenizer {
     /// # Errors
     /// A file cannot be written.
     pub fn save(&self, dir: impl AsRef<Path>) -> Result<()> {
-        let dir = dir.as_ref();
+        let mut files = self.files()?.into_iter();
+        files.try_for_each(|(name, content)| replace(&dir.as_ref().join(name), &content))
+    }
+
+    /// The files of [`Self::save`]: names and contents.
+    ///
+    /// # Errors
+    /// A tokenizer that cannot be written as JSON.
+    pub fn files(&self) -> Result<Vec<(String, Vec<u8>)>> {
         let tokenizer = match self.inner().to_string(true) {
             Ok(tokenizer) => tokenizer,
             Err(e) => bail!("cannot serialize the tokenizer: {e}"),
@@ -97,17 +105,21 @@ impl Tokenizer {
             "eos_token": self.token(self.eos_id()),
             "clean_up_tokenization_spaces": false,
         });
-        replace(&dir.join("tokenizer.json"), &tokenizer)?;
-        replace(&dir.join("tokenizer_config.json"), &format!("{config:#}"))
+        let files = [
+            ("tokenizer.json", tokenizer),
+            ("tokenizer_config.json", format!("{config:#}")),
+        ];
+        let files = files.map(|(name, text)| (name.to_string(), text.into_bytes()));
+        Ok(files.into())
     }
 }
 
 /// Writes beside `path` and renames, so that a full disk leaves no half file behind.
-fn replace(path: &Path, content: &str) -> Result<()> {
+fn replace(path: &Path, content: &[u8]) -> Result<()> {
     let partial = path.with_extension("json.partial");
     let write = || -> std::io::Result<()> {
         let mut file = File::create(&partial)?;
-        file.write_all(content.as_bytes())?;
+        file.write_all(content)?;
         file.sync_all()?;
         fs::rename(&partial, path)
     };

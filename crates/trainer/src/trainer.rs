@@ -7,7 +7,7 @@ use candle_comm::trace::{self, SpanKind};
 use candle_comm::{Mesh, ProcessGroup, message_of};
 use candle_core::{DType, Error, Result, bail};
 use candle_ops::Stopwatch;
-use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint, check_free_space};
+use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
 use candle_parallel::{
     AdamW, DistributedOptimizer, Gradients, Instruction, Instructions, MemoryReport, ModelPart,
     Parameters, Pass, Pipeline, PipelineLayout, Schedule,
@@ -591,18 +591,6 @@ impl Trainer {
         trace::record(SpanKind::Step, &device, || self.run_step(micro_batches))
             .map_err(|err| explain(err, &self.part))
             .map_err(|err| err.context(format!("step {} failed", step + 1)))
-    }
-
-    /// Checks that there is room for the model and for the checkpoints, before hours of training. One rank need call it.
-    ///
-    /// # Errors
-    /// As [`check_free_space`].
-    pub fn check_space(&self, save: &HfSave) -> Result<()> {
-        let model = save.space_need(self.part.params())?;
-        let checkpoints = self.checkpoints.as_ref();
-        let checkpoints = checkpoints.map(|checkpoints| checkpoints.space_need(&self.optimizer));
-        let needs = std::iter::once(model).chain(checkpoints);
-        check_free_space(&needs.collect::<Vec<_>>())
     }
 
     /// Saves the model as [`DistributedOptimizer::save_hf`] does. Every rank must call it.

@@ -21,7 +21,7 @@ fn weights_that_do_not_fit_leave_the_old_checkpoint_and_no_temporary_file() {
         TOO_LARGE,
         "nothing that was there before",
     ];
-    workspace.refuses(&program, &parts);
+    workspace.fails(&program, &parts);
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn a_small_file_that_does_not_fit_leaves_the_old_checkpoint_too() {
         .flag("--pp", 1)
         .flag("--save-dtype", "f16");
     let program = program.with_limited_files();
-    workspace.refuses(&program, &["cannot save to", "LICENSE.txt", TOO_LARGE]);
+    workspace.fails(&program, &["cannot save to", "LICENSE.txt", TOO_LARGE]);
 }
 
 /// Whoever tidies up the folder takes the checkpoints that are there, not those that come.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::folder::{names, read_json, read_tensors};
 use super::program::Program;
-use super::workspace::{Workspace, candle_train, refuses_model};
+use super::workspace::{Workspace, candle_train};
 
 const NAN: [u8; 4] = f32::NAN.to_le_bytes();
 
@@ -16,14 +16,12 @@ fn weights_with_a_nan_are_found_by_name_when_they_are_loaded() {
         "model.layers.1.mlp.up_proj.weight",
         "model.norm.weight",
     ] {
-        refuses_model(
-            |workspace| {
-                workspace.edit_weights(|tensors| {
-                    tensors.get_mut(name).unwrap().2[..4].copy_from_slice(&NAN);
-                });
-            },
-            &[name, "NaN or infinite", "hint:"],
-        );
+        let workspace = Workspace::new();
+        workspace.edit_weights(|tensors| {
+            tensors.get_mut(name).unwrap().2[..4].copy_from_slice(&NAN);
+        });
+        let parts = [name, "NaN or infinite", "hint:"];
+        workspace.fails(&workspace.finetune(), &parts);
     }
 }
 
@@ -36,7 +34,7 @@ fn a_run_that_diverges_names_the_step_and_a_parameter() {
         "NaN or infinite gradient is model.",
         "hint: a lower learning rate",
     ];
-    workspace.refuses(&program, &parts);
+    workspace.fails(&program, &parts);
     // What there was before is saved, named, and set aside.
     for (every, zero) in [(1, 1), (100, 0), (100, 3)] {
         let saves = workspace.path(&format!("saves-{every}-{zero}"));
@@ -72,7 +70,7 @@ fn a_run_that_diverges_names_the_step_and_a_parameter() {
         .flag("--tp", 1)
         .flag("--pp", 1)
         .flag("--dp", 1);
-    workspace.refuses(&program, &parts);
+    workspace.fails(&program, &parts);
 }
 
 #[track_caller]
@@ -191,7 +189,7 @@ fn a_loss_out_of_its_range_is_a_warning_keeps_what_there_was_or_ends_the_run() {
 fn weights_that_became_infinite_in_the_last_step_are_not_saved() {
     let workspace = Workspace::new();
     let program = workspace.finetune().flag("--steps", 1).flag("--lr", 1e300);
-    workspace.refuses(
+    workspace.fails(
         &program,
         &[
             "lm_head.weight",

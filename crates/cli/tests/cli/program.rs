@@ -106,6 +106,11 @@ impl Program {
         self
     }
 
+    /// Whether it trains.
+    pub fn trains(&self) -> bool {
+        matches!(self.subcommand, Some("finetune" | "pretrain"))
+    }
+
     /// Starts the program by a launcher.
     pub fn under(mut self, launcher: Vec<String>) -> Self {
         self.launcher = launcher;

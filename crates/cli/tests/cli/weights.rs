@@ -5,7 +5,7 @@ use std::fs;
 use safetensors::Dtype;
 
 use super::folder::{Tensors, edit_json};
-use super::workspace::{Workspace, refuses_file, refuses_model};
+use super::workspace::{NO_WEIGHTS, Workspace, refuses_file, refuses_model};
 
 const NORM: &str = "model.layers.1.input_layernorm.weight";
 
@@ -17,11 +17,7 @@ fn refuses_tensors(edit: impl FnOnce(&mut Tensors), parts: &[&str]) {
 #[test]
 fn files_that_are_missing_or_damaged_are_named() {
     let file = "model/model.safetensors";
-    refuses_file(
-        file,
-        |path| fs::remove_file(path).unwrap(),
-        &["has neither model.safetensors nor"],
-    );
+    refuses_file(file, |path| fs::remove_file(path).unwrap(), &[NO_WEIGHTS]);
     let truncate = |len: u64| {
         move |path: &std::path::Path| {
             fs::File::options()

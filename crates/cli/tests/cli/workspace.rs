@@ -10,7 +10,10 @@ use tempfile::TempDir;
 use super::folder::{
     Snapshot, Tensors, copy_folder, edit_json, edit_tensors, fixture, names, snapshot,
 };
-use super::program::Program;
+use super::program::{Outcome, Program};
+
+/// What is wrong with a model of which only a dry run can be made.
+pub const NO_WEIGHTS: &str = "has neither model.safetensors nor";
 
 /// `candle-train` with this subcommand.
 pub fn candle_train(subcommand: &'static str) -> Program {
@@ -85,20 +88,46 @@ impl Workspace {
             .variable("HF_HOME", self.path("hub").display())
     }
 
-    /// The program must refuse to run with an error that mentions `parts`, and leave the output folder as it is and nothing beside it.
+    /// The program must not start, with an error that mentions `parts`, which is what `--dry-run` says, too, and leave the output folder as it
+    /// is and nothing beside it.
     #[track_caller]
     pub fn refuses(&self, program: &Program, parts: &[&str]) {
-        // The hub's cache is not the run's.
-        let around = || {
-            names(self.dir.path())
-                .into_iter()
-                .filter(|name| name != "hub")
-                .collect::<Vec<_>>()
+        let error = |outcome: Outcome| {
+            let error = outcome
+                .stderr
+                .find("error:")
+                .map(|at| &outcome.stderr[at..]);
+            let error = error.and_then(|error| error.split("Usage:").next());
+            (outcome.code, error.map(str::to_string))
         };
-        let before = around();
-        program.run().assert_error(parts);
+        let refused = error(self.fails(program, parts));
+        if program.trains() {
+            let around = self.around();
+            let told = program.clone().switch("--dry-run").run();
+            match parts.contains(&NO_WEIGHTS) {
+                true => assert_eq!(told.code, Some(0), "{}", told.stderr),
+                false => assert_eq!(error(told), refused),
+            }
+            self.assert_output_is_untouched();
+            assert_eq!(self.around(), around);
+        }
+    }
+
+    /// As [`Self::refuses`] of a program that may fail later.
+    #[track_caller]
+    pub fn fails(&self, program: &Program, parts: &[&str]) -> Outcome {
+        let before = self.around();
+        let outcome = program.run();
+        outcome.assert_error(parts);
         self.assert_output_is_untouched();
-        assert_eq!(around(), before);
+        assert_eq!(self.around(), before);
+        outcome
+    }
+
+    /// What lies beside the output. The hub's cache is not the run's.
+    fn around(&self) -> Vec<String> {
+        let names = names(self.dir.path()).into_iter();
+        names.filter(|name| name != "hub").collect()
     }
 
     /// The program must refuse to run with an error that mentions `parts`, and leave the output folder as it is now.

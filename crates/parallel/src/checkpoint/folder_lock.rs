@@ -34,6 +34,32 @@ impl FolderLock {
         Self::lock(dir.join(".lock"))
     }
 
+    /// An error if another run has locked `place`; nothing is made or locked.
+    ///
+    /// # Errors
+    /// That one.
+    pub fn check_free(place: &Path) -> Result<()> {
+        Self::check_unlocked(&beside(place, "lock")?)
+    }
+
+    /// As [`Self::check_free`] of the folder `dir` itself.
+    ///
+    /// # Errors
+    /// That one.
+    pub fn check_free_inside(dir: &Path) -> Result<()> {
+        Self::check_unlocked(&dir.join(".lock"))
+    }
+
+    fn check_unlocked(path: &Path) -> Result<()> {
+        match File::open(path) {
+            Ok(mut file) => match file.try_lock_shared() {
+                Err(TryLockError::WouldBlock) => Err(is_held_by_another(&mut file, path)),
+                _ => Ok(()),
+            },
+            Err(_) => Ok(()),
+        }
+    }
+
     /// Whether it still keeps others out: nobody has removed the file, or the folder that it is in.
     pub fn is_held(&self) -> bool {
         is_at(&self.file, self.place.path())
@@ -56,13 +82,7 @@ fn locked(path: &Path) -> Result<File> {
             .truncate(false)
             .open(path)?;
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
-            let mut holder = String::new();
-            let _ = file.read_to_string(&mut holder);
-            return Err(Error::other(format!(
-                "another run is writing to it ({}, which has locked {})\nhint: wait for its end, or choose another folder",
-                holder.trim(),
-                path.display()
-            )));
+            return Err(is_held_by_another(&mut file, path));
         }
         // The one who had it before removes the file: between the opening and the locking this may have become nobody's.
         if is_at(&file, path) {
@@ -71,6 +91,16 @@ fn locked(path: &Path) -> Result<File> {
             return Ok(file);
         }
     }
+}
+
+fn is_held_by_another(file: &mut File, path: &Path) -> Error {
+    let mut holder = String::new();
+    let _ = file.read_to_string(&mut holder);
+    Error::other(format!(
+        "another run is writing to it ({}, which has locked {})\nhint: wait for its end, or choose another folder",
+        holder.trim(),
+        path.display()
+    ))
 }
 
 /// Whether this file has this name, still.

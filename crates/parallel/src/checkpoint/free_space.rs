@@ -18,6 +18,18 @@ pub struct SpaceNeed<'a> {
     pub what: &'a str,
 }
 
+impl SpaceNeed<'_> {
+    /// What this process may write to the file system of the folder, if that tells it.
+    pub fn free_bytes(&self) -> Option<u64> {
+        let existing = self.folder.ancestors().find(|dir| dir.exists());
+        let existing = existing.unwrap_or(Path::new("."));
+        let status = statvfs(existing).ok()?;
+        let has_size = status.blocks() > 0;
+        let size = status.fragment_size() as u64;
+        has_size.then(|| (status.blocks_available() as u64).saturating_mul(size))
+    }
+}
+
 /// An error with the numbers where a file system has less room than all that is to be written to it. One that does not tell
 /// how much it has passes, and so does a quota.
 ///
@@ -34,7 +46,7 @@ pub fn check_free_space(needs: &[SpaceNeed]) -> Result<()> {
     }
     for needs in by_device.values() {
         let needed = needs.iter().map(|need| need.num_bytes).sum();
-        match free_bytes(needs[0].folder) {
+        match needs[0].free_bytes() {
             Some(free) if free < needed => {
                 let places: Vec<String> = needs
                     .iter()
@@ -56,16 +68,6 @@ pub fn check_free_space(needs: &[SpaceNeed]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// What this process may write to the file system of `folder`, if that tells it.
-fn free_bytes(folder: &Path) -> Option<u64> {
-    let existing = folder.ancestors().find(|dir| dir.exists());
-    let existing = existing.unwrap_or(Path::new("."));
-    let status = statvfs(existing).ok()?;
-    let has_size = status.blocks() > 0;
-    has_size
-        .then(|| (status.blocks_available() as u64).saturating_mul(status.fragment_size() as u64))
 }
 
 /// A number of bytes with its unit.

@@ -72,6 +72,16 @@ impl HfSave {
         Ok(claimed)
     }
 
+    /// Where the model will be, if [`Self::check_output`] would allow it now; nothing is made or changed.
+    ///
+    /// # Errors
+    /// As [`Self::check_output`].
+    pub fn look(&self) -> Result<PathBuf> {
+        let place = self.output.look()?;
+        self.check_replaceable(&place, &[])?;
+        Ok(place)
+    }
+
     /// What [`Self::check_output`] says of the folder for any value of [`Self::run`], before that is known and without claiming the folder: it
     /// holds an input, other files than a model's, or a model that no run has made.
     ///

@@ -30,7 +30,7 @@ pub use hf_save::HfSave;
 pub use leftovers::remove_leftovers;
 pub use merge::merge_adapter;
 pub use model_folder::sidecar_files;
-pub use output_folder::{ClaimedFolder, OutputFolder};
+pub use output_folder::{ClaimedFolder, OutputFolder, check_folder_of, check_writable};
 pub use save::save_hf;
 pub use staged_folder::StagedFolder;
 pub use training::{

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use candle_core::Result;
+use nix::unistd::{AccessFlags, access};
 
 use super::folder_lock::FolderLock;
 use super::leftovers::Leftover;
@@ -57,6 +58,23 @@ impl OutputFolder {
         Ok(claimed)
     }
 
+    /// Where the folder is or will be, if this run could [claim](Self::claim) it now; nothing is made or changed.
+    ///
+    /// # Errors
+    /// As [`Self::claim`].
+    pub fn look(&self) -> Result<PathBuf> {
+        let look = || {
+            let place = match there(&self.path)? {
+                Some(place) => place,
+                None => std::path::absolute(&self.path)?,
+            };
+            check_writable(place.parent().unwrap_or(&place))?;
+            FolderLock::check_free(&place)?;
+            Ok(place)
+        };
+        look().map_err(|err: Error| self.error(&err.to_string()))
+    }
+
     pub(super) fn error(&self, why: &str) -> candle_core::Error {
         let path = self.path.display();
         candle_core::Error::msg(format!("cannot write to the output folder {path}: {why}"))
@@ -97,26 +115,62 @@ impl ClaimedFolder {
     }
 }
 
+/// Where a folder is that can be replaced, without links; `None` if there is none.
+fn there(path: &Path) -> std::io::Result<Option<PathBuf>> {
+    if path.symlink_metadata().is_err() {
+        return match path.file_name() {
+            Some(_) => Ok(None),
+            None => Err(Error::new(ErrorKind::InvalidInput, "it has no name")),
+        };
+    }
+    let place = fs::canonicalize(path)?;
+    let metadata = place.metadata()?;
+    if !metadata.is_dir() {
+        return Err(Error::new(ErrorKind::NotADirectory, "it is not a folder"));
+    }
+    if std::env::current_dir().is_ok_and(|current| current.starts_with(&place)) {
+        return Err(Error::other(
+            "the program runs in it, and it would be replaced as a whole\nhint: choose a folder in it",
+        ));
+    }
+    let parent = place.parent().map(Path::metadata).transpose()?;
+    match parent.is_some_and(|parent| parent.dev() == metadata.dev()) {
+        true => Ok(Some(place)),
+        false => Err(Error::other(
+            "it is where a file system is mounted, which cannot be replaced\nhint: choose a folder in it",
+        )),
+    }
+}
+
+/// An error unless files and folders can be made in `dir`, or in what is there of the path to it; nothing is made.
+///
+/// # Errors
+/// That one, of the operating system.
+pub fn check_writable(dir: &Path) -> std::io::Result<()> {
+    let is_there = |dir: &&Path| dir.symlink_metadata().is_ok();
+    let existing = dir.ancestors().find(is_there).unwrap_or(Path::new("."));
+    if !existing.metadata()?.is_dir() {
+        return Err(Error::from(ErrorKind::NotADirectory));
+    }
+    let rights = AccessFlags::W_OK | AccessFlags::X_OK;
+    access(existing, rights).map_err(Error::from)
+}
+
+/// An error unless a file can be made at `path`, whose folder must be there; nothing is made.
+///
+/// # Errors
+/// That one, of the operating system.
+pub fn check_folder_of(path: &Path) -> std::io::Result<()> {
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
+    let dir = dir.unwrap_or(Path::new("."));
+    dir.metadata()?;
+    check_writable(dir)
+}
+
 /// Where the folder is or will be, without links, and the folders that were made for it.
 fn resolve(path: &Path) -> std::io::Result<(PathBuf, NewFolders)> {
-    if path.symlink_metadata().is_ok() {
-        let place = fs::canonicalize(path)?;
-        let metadata = place.metadata()?;
-        if !metadata.is_dir() {
-            return Err(Error::new(ErrorKind::NotADirectory, "it is not a folder"));
-        }
-        if std::env::current_dir().is_ok_and(|current| current.starts_with(&place)) {
-            return Err(Error::other(
-                "the program runs in it, and it would be replaced as a whole\nhint: choose a folder in it",
-            ));
-        }
-        let parent = place.parent().map(Path::metadata).transpose()?;
-        return match parent.is_some_and(|parent| parent.dev() == metadata.dev()) {
-            true => Ok((place, NewFolders::default())),
-            false => Err(Error::other(
-                "it is where a file system is mounted, which cannot be replaced\nhint: choose a folder in it",
-            )),
-        };
+    if let Some(place) = there(path)? {
+        return Ok((place, NewFolders::default()));
     }
     let Some(name) = path.file_name() else {
         return Err(Error::new(ErrorKind::InvalidInput, "it has no name"));

@@ -123,11 +123,12 @@ impl CheckpointArgs {
     }
 
     /// The checkpoint that the run goes on from, if there is one: where a launcher has started the ranks again, the newest of --save-dir,
-    /// whatever --resume says; else that of --resume. Every rank must call it.
+    /// whatever --resume says; else that of --resume. A run that is not `to_be_done` changes nothing. Every rank must call it.
     pub(crate) fn open(
         &self,
         world: &ProcessGroup,
         is_restart: bool,
+        to_be_done: bool,
         observers: &Observers,
     ) -> Result<Option<TrainingCheckpoint>> {
         let is_first = world.rank() == 0;
@@ -135,7 +136,10 @@ impl CheckpointArgs {
         if let Some(dir) = &self.save_dir
             && (is_restart || resumes_latest)
         {
-            let (latest, skipped) = TrainingCheckpoint::latest(world, dir)?;
+            let (latest, skipped) = match to_be_done {
+                true => TrainingCheckpoint::latest(world, dir)?,
+                false => TrainingCheckpoint::look(world, dir)?,
+            };
             for why in skipped.iter().filter(|_| is_first) {
                 observers.warn(format!("a newer checkpoint is skipped: {why}"));
             }

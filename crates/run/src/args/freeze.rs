@@ -1,7 +1,7 @@
 //! Which parameters a run leaves as they are.
 
 use candle_core::{Result, bail};
-use candle_parallel::{ParamStore, Parameters};
+use candle_parallel::{ParamSpec, ParamStore};
 use clap::Args;
 use serde::Serialize;
 
@@ -48,23 +48,22 @@ impl FreezeArgs {
     ///
     /// # Errors
     /// The pattern, with the names it could have meant.
-    pub fn check(&self, params: &Parameters) -> Result<()> {
+    pub fn check(&self, params: &[ParamSpec]) -> Result<()> {
         let Some(pattern) = &self.freeze else {
             return Ok(());
         };
-        let catalog = params.catalog();
-        let example = catalog.first().map_or("", |entry| &entry.name);
-        let num_trainable = catalog.iter().filter(|entry| entry.trainable).count();
-        if num_trainable == catalog.len() {
+        let example = params.first().map_or("", |entry| &entry.name);
+        let num_trainable = params.iter().filter(|entry| entry.trainable).count();
+        if num_trainable == params.len() {
             bail!(
                 "--freeze {pattern} matches none of the {} parameters\nhint: they have Hugging Face names, such as {example}",
-                catalog.len()
+                params.len()
             );
         }
         if num_trainable == 0 {
             bail!(
                 "--freeze {pattern} matches all {} parameters: nothing is left to train\nhint: they have Hugging Face names, such as {example}",
-                catalog.len()
+                params.len()
             );
         }
         Ok(())

@@ -123,7 +123,7 @@ impl LogArgs {
             if !dir.is_dir() {
                 bail!("--tensorboard {} is no folder", dir.display());
             }
-            TensorBoard::lock(dir)?;
+            TensorBoard::check(dir)?;
         }
         self.trace.check(num_steps)?;
         // A pipe is opened once, to be written to: who reads it leaves when it is closed.
@@ -132,7 +132,10 @@ impl LogArgs {
             metadata.is_ok_and(|metadata| metadata.file_type().is_fifo())
         };
         let mut files = self.metrics.iter().filter(|path| !is_pipe(path));
-        files.try_for_each(|path| of.open(path, step.unwrap_or(0)).map(drop))
+        files.try_for_each(|path| match path.exists() {
+            true => of.open(path, step.unwrap_or(0)).map(drop),
+            false => Metrics::check_place(path),
+        })
     }
 
     /// The run whose metrics the file has, if there is one.

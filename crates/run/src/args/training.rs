@@ -141,13 +141,19 @@ impl TrainingArgs {
     /// How this process takes part in the run.
     pub(crate) fn run_config(&self) -> Result<RunConfig> {
         let (degrees, strategy) = (self.layout.degrees(), &self.strategy);
-        strategy.check(&degrees)?;
-        let num_replicas = degrees.dp.saturating_mul(degrees.cp);
-        self.data_parallel().validate(num_replicas)?;
+        self.check_replicas()?;
         match strategy.num_servers() {
             0 => self.ranks.config(degrees),
             num_servers => self.ranks.config_of_mailboxes(degrees, num_servers),
         }
+    }
+
+    /// An error if the degrees do not fit the strategy, or what replicas divide.
+    fn check_replicas(&self) -> Result<()> {
+        let degrees = self.layout.degrees();
+        self.strategy.check(&degrees)?;
+        let num_replicas = degrees.dp.saturating_mul(degrees.cp);
+        self.data_parallel().validate(num_replicas)
     }
 
     /// An error if flags contradict each other, whatever the model and the data are.
@@ -177,11 +183,11 @@ impl TrainingArgs {
 
     /// The same of flags that [`Self::fill`] may give their values.
     pub(crate) fn validate_filled(&self) -> Result<()> {
+        self.check_replicas()?;
         let (batches, dp) = (&self.batches, self.layout.degrees().dp);
         let seq_len = batches.sequences.seq_len();
         batches.config().validate(seq_len, dp)?;
-        let loss_scale = self.optimizer.loss_scale;
-        loss_scale.config(self.layout.dtype()).map(drop)
+        self.train_config_of(0, Vec::new()).map(drop)
     }
 
     /// An error if the model cannot be divided over the ranks, or does not take sequences of this length; `longer` says what else
@@ -201,8 +207,13 @@ impl TrainingArgs {
         Ok(())
     }
 
-    /// The run in one line.
-    pub(crate) fn describe(&self, samples: &Samples, num_steps: usize, run: &RunConfig) -> String {
+    /// The run in one line, as far as its data is known.
+    pub(crate) fn describe(
+        &self,
+        samples: Option<&Samples>,
+        num_steps: Option<usize>,
+        run: &RunConfig,
+    ) -> String {
         let Degrees { pp, dp, cp, tp } = self.layout.degrees();
         let divided = match cp {
             1 => format!("pp {pp} x dp {dp} x tp {tp}"),
@@ -226,12 +237,12 @@ impl TrainingArgs {
                 }
             ),
         };
+        let samples = samples.map_or(String::new(), |samples| samples.summary() + ", ");
+        let steps = num_steps.map_or("steps".to_string(), |steps| counted(steps, "step"));
         format!(
-            "{}, {} of {} of {}; {} {}: {layout}",
-            samples.summary(),
-            counted(num_steps, "step"),
+            "{samples}{steps} of {} of {}; {} {}: {layout}",
             self.batches.size_in_words(),
-            counted(samples.config().seq_len, "token"),
+            counted(self.batches.sequences.seq_len(), "token"),
             counted(pp * dp * cp * tp + num_servers, "rank"),
             run.describe(),
         )
@@ -245,19 +256,24 @@ impl TrainingArgs {
 
     /// The optimizer's and the trainer's configuration for a run over these samples; checks everything it can.
     pub(crate) fn train_config(&self, samples: &Samples) -> Result<TrainConfig> {
-        let (layout, args) = (&self.layout, &self.optimizer);
         let batches = self.training_batches(samples, 0)?;
         let num_steps = match self.batches.steps {
             Some(num_steps) => num_steps,
             None => batches.first_step_from(self.batches.end_of_epochs(batches.num_samples()))?,
         };
+        self.train_config_of(num_steps, batches.ramp_progress())
+    }
+
+    /// The same for so many steps, of which `ramp` says what those of a batch ramp count as.
+    fn train_config_of(&self, num_steps: usize, ramp: Vec<f64>) -> Result<TrainConfig> {
+        let (layout, args) = (&self.layout, &self.optimizer);
         let mut lr_schedule = LrSchedule {
             lr: args.lr(),
             min_lr_ratio: args.min_lr_ratio,
             warmup_steps: 0,
             num_steps,
             decay: args.decay(),
-            ramp: batches.ramp_progress(),
+            ramp,
         };
         let num_full_steps = lr_schedule.progress(num_steps);
         lr_schedule.warmup_steps = args.warmup_steps(num_full_steps);

@@ -30,6 +30,7 @@ const PARTIAL: &str = ".partial";
 #[derive(Clone, Debug)]
 pub struct TokenCache {
     dir: PathBuf,
+    is_read_only: bool,
 }
 
 /// The right to write a file, until it is dropped or the process ends.
@@ -42,6 +43,15 @@ impl TokenCache {
     pub fn new(dir: impl AsRef<Path>) -> Self {
         Self {
             dir: dir.as_ref().join("tokens"),
+            is_read_only: false,
+        }
+    }
+
+    /// The same, in which nothing is changed.
+    pub fn read_only(self) -> Self {
+        Self {
+            is_read_only: true,
+            ..self
         }
     }
 
@@ -107,10 +117,13 @@ impl TokenCache {
         let path = self.path(key);
         let file = File::open(&path).ok()?;
         // How long it has not been used; whoever may not write this has another's cache.
-        let _ = file.set_modified(SystemTime::now());
+        if !self.is_read_only {
+            let _ = file.set_modified(SystemTime::now());
+        }
         let _checking = Activity::start("checking the cached tokens");
         match Tokens::open(file) {
             Ok(tokens) => Some(tokens),
+            Err(_) if self.is_read_only => None,
             Err(err) => {
                 tracing::warn!(
                     "the cached tokens {} are damaged and are made again: {err}",
@@ -156,6 +169,9 @@ impl TokenCache {
     /// Waits until no other process writes the file of this name. Where there can be no lock it goes on without: files get their
     /// names when they are whole.
     pub(crate) fn lock(&self, key: &str) -> CacheLock {
+        if self.is_read_only {
+            return CacheLock { _file: None };
+        }
         let file = fs::create_dir_all(&self.dir)
             .and_then(|()| File::create(self.dir.join(format!(".{key}.lock"))));
         let locked = file.and_then(|file| file.lock().map(|()| file));
@@ -171,6 +187,9 @@ impl TokenCache {
         key: &str,
         write: impl FnOnce(&mut BufWriter<File>) -> Result<()>,
     ) -> Result<Option<Tokens>> {
+        if self.is_read_only {
+            return Ok(None);
+        }
         self.remove_abandoned(key);
         let partial = self.dir.join(format!(
             ".{key}.{:016x}{PARTIAL}",

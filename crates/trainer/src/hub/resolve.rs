@@ -68,6 +68,13 @@ pub fn find_model(spec: &str) -> Option<PathBuf> {
     dir.join(REQUIRED_FILES[0]).is_file().then_some(dir)
 }
 
+/// Whether a folder has weights, or the list of the files that have them.
+pub fn has_weights(dir: &Path) -> bool {
+    [WEIGHTS, WEIGHT_INDEX]
+        .iter()
+        .any(|name| dir.join(name).exists())
+}
+
 fn local_dir(spec: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(spec);
     if path.is_file() {

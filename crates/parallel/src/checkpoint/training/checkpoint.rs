@@ -47,11 +47,30 @@ impl TrainingCheckpoint {
     /// # Errors
     /// There are checkpoints, but none is valid, or another run writes there.
     pub fn latest(world: &ProcessGroup, save_dir: &Path) -> Result<(Option<Self>, Vec<String>)> {
+        Self::newest(world, save_dir, true)
+    }
+
+    /// As [`Self::latest`], to see what there is: nothing is changed, and another run may write there a moment later.
+    ///
+    /// # Errors
+    /// As [`Self::latest`].
+    pub fn look(world: &ProcessGroup, save_dir: &Path) -> Result<(Option<Self>, Vec<String>)> {
+        Self::newest(world, save_dir, false)
+    }
+
+    fn newest(
+        world: &ProcessGroup,
+        save_dir: &Path,
+        locks: bool,
+    ) -> Result<(Option<Self>, Vec<String>)> {
         // What rank 0 sees counts: other hosts may see a folder later.
         let folder = CheckpointFolder::new(save_dir);
         let mut lock = None;
         let mut look = || {
-            lock = folder.lock_to_read()?.map(Arc::new);
+            match locks {
+                true => lock = folder.lock_to_read()?.map(Arc::new),
+                false => folder.check_free()?,
+            }
             folder.steps()
         };
         let steps = match world.rank() {

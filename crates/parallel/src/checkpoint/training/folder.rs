@@ -11,7 +11,7 @@ use nix::unistd::{AccessFlags, access};
 use super::manifest::CheckpointManifest;
 use crate::checkpoint::output_folder::NewFolders;
 use crate::checkpoint::staged_folder::beside;
-use crate::checkpoint::{FolderLock, StagedFolder};
+use crate::checkpoint::{FolderLock, StagedFolder, check_writable};
 
 const PREFIX: &str = "step-";
 /// A checkpoint that is being removed: `.NAME.removed`.
@@ -79,10 +79,6 @@ impl CheckpointFolder {
         Self(dir.to_path_buf())
     }
 
-    pub fn dir(&self) -> &Path {
-        &self.0
-    }
-
     /// Where the checkpoint after `step` steps is.
     pub fn path(&self, step: usize) -> PathBuf {
         self.0.join(name(step))
@@ -138,6 +134,13 @@ impl CheckpointFolder {
     pub fn lock_to_read(&self) -> Result<Option<LockedFolder>> {
         let is_writable = self.0.is_dir() && access(&self.0, AccessFlags::W_OK).is_ok();
         is_writable.then(|| self.lock()).transpose()
+    }
+
+    /// An error if [`Self::lock`] would be one now; nothing is made or changed.
+    pub fn check_free(&self) -> Result<()> {
+        let checked = check_writable(&self.0);
+        let checked = checked.and_then(|()| FolderLock::check_free_inside(&self.0));
+        checked.map_err(|err| self.error("use", &err))
     }
 
     fn clean(&self) -> Result<()> {

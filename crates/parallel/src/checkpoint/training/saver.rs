@@ -148,6 +148,14 @@ impl CheckpointSaver {
         })
     }
 
+    /// An error if no checkpoint could be written into the folder `dir` now; nothing is made or changed.
+    ///
+    /// # Errors
+    /// A folder that cannot be written to, or that another run writes to.
+    pub fn check_free(dir: &Path) -> Result<()> {
+        CheckpointFolder::new(dir).check_free()
+    }
+
     /// What [`Self::new`] would say of the folder of a run that begins: there are checkpoints in it already.
     ///
     /// # Errors
@@ -182,20 +190,24 @@ impl CheckpointSaver {
         self
     }
 
-    /// What the checkpoints take beside those that are there: as many as are kept, and the one that is written before the oldest is
-    /// removed. For [`check_free_space`](crate::checkpoint::check_free_space).
-    pub fn space_need(&self, optimizer: &DistributedOptimizer) -> SpaceNeed<'_> {
-        let there = self.folder.steps().map_or(0, |steps| steps.len());
-        let most = self.keep + 1 + usize::from(self.keeps_best);
-        let more = most.saturating_sub(there) as u64;
-        // f32 masters and each kind of state.
-        let num_kinds = 1 + optimizer.counters().state_names.len() as u64;
-        let num_values = optimizer.params().num_trainable_values() as u64;
-        let sidecars = self.sidecars.iter().map(|(_, content)| content.len());
+    /// What the checkpoints of a run take in `dir` beside those that are there: as many as are kept, and the one that is written before the
+    /// oldest is removed, each with so many f32 values, masters and state, and sidecars. For
+    /// [`check_free_space`](crate::checkpoint::check_free_space).
+    pub fn space_need<'a>(
+        dir: &'a Path,
+        num_kept: usize,
+        num_values: usize,
+        sidecars: &[(String, Vec<u8>)],
+    ) -> SpaceNeed<'a> {
+        let there = CheckpointFolder::new(dir)
+            .steps()
+            .map_or(0, |steps| steps.len());
+        let more = (num_kept + 1).saturating_sub(there) as u64;
+        let sidecars = sidecars.iter().map(|(_, content)| content.len());
         let sidecars = sidecars.sum::<usize>() as u64;
         SpaceNeed {
-            folder: self.folder.dir(),
-            num_bytes: more * (4 * num_kinds * num_values + sidecars),
+            folder: dir,
+            num_bytes: more * (4 * num_values as u64 + sidecars),
             what: "checkpoints",
         }
     }

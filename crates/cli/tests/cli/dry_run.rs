@@ -1,0 +1,238 @@
+//! `--dry-run`: what a run would do, told without doing it. That it refuses what a start refuses is tested where that is.
+
+use std::fs;
+use std::path::Path;
+use std::time::SystemTime;
+
+use serde_json::Value;
+
+use super::folder::{Snapshot, read_checkpoint, snapshot};
+use super::program::Program;
+use super::training::metrics;
+use super::workspace::{Workspace, candle_train};
+
+/// What the last line of `--json` has.
+fn told(program: &Program) -> Value {
+    let said = program.clone().switch("--dry-run").switch("--json");
+    let said = said.succeeds().stdout;
+    let last = said.lines().last().unwrap();
+    serde_json::from_str(last).unwrap_or_else(|err| panic!("{err}: {said}"))
+}
+
+type State = (Snapshot, Vec<Option<SystemTime>>);
+
+/// Contents of all files below, and when each file and folder was changed.
+fn state(dir: &Path) -> State {
+    let files = snapshot(dir);
+    let changed = |path: &Path| fs::metadata(dir.join(path)).unwrap().modified().ok();
+    let times = files.keys().map(|path| changed(path));
+    let times = times.chain([changed(Path::new(""))]).collect();
+    (files, times)
+}
+
+#[track_caller]
+fn assert_same(after: &State, before: &State) {
+    let names = |state: &State| state.0.keys().cloned().collect::<Vec<_>>();
+    assert_eq!(names(after), names(before));
+    let pairs = after
+        .1
+        .iter()
+        .zip(&before.1)
+        .zip(names(before).into_iter().map(Some).chain([None]));
+    for ((after, before), name) in pairs {
+        assert_eq!(after, before, "{name:?}");
+    }
+    assert!(after == before);
+}
+
+#[test]
+fn what_is_told_is_what_is_done_on_any_layout_and_nothing_is_written() {
+    let workspace = Workspace::new();
+    let metrics_file = workspace.path("metrics.jsonl");
+    for flags in [
+        "--tp 2 --pp 2 --dp 2",
+        "--dp 3 --zero 3 --epochs 0.1",
+        "--lora-rank 4 --base-dtype q8_0 --dtype bf16",
+        "--freeze embed_tokens",
+        "--batch-ramp 2,1,20 --eval-fraction 0.1",
+        "--strategy parameter-server --servers 2 --dp 2",
+    ] {
+        let mut program = workspace.finetune_by_default().flag("--seq-len", 16);
+        program = program.flag("--sample-tokens", 0).flag("--epochs", "0.05");
+        program = program.flag("--metrics", metrics_file.display());
+        let mut words = flags.split(' ');
+        while let (Some(flag), Some(value)) = (words.next(), words.next()) {
+            program = program.flag(flag, value);
+        }
+        let before = state(&workspace.path(""));
+        let told = told(&program);
+        assert_same(&state(&workspace.path("")), &before);
+        program.succeeds();
+        let num_values = |dir: &Path, is_counted: &dyn Fn(&str) -> bool| -> usize {
+            let tensors = read_checkpoint(dir);
+            let tensors = tensors.iter().filter(|(name, _)| is_counted(name));
+            tensors
+                .map(|(_, (_, shape, _))| shape.iter().product::<usize>())
+                .sum()
+        };
+        let saved = num_values(&workspace.output(), &|_| true);
+        let model = num_values(&workspace.path("model"), &|_| true);
+        let frozen = num_values(&workspace.path("model"), &|name| {
+            flags.contains("--lora") || flags.contains("--freeze") && name.contains("embed_tokens")
+        });
+        let adapters = if flags.contains("--lora") { saved } else { 0 };
+        assert_eq!(told["parameters"], model + adapters, "{flags}");
+        let trained = model + adapters - frozen;
+        assert_eq!(told["trained_parameters"], trained, "{flags}");
+        let lines = metrics(&metrics_file);
+        let steps = lines.iter().filter_map(|line| line["step"].as_u64());
+        let steps = steps.last().unwrap() + 1;
+        assert_eq!(told["steps"], steps, "{flags}");
+        let held = &lines.iter().find(|line| line.contains_key("memory"));
+        let held = held.unwrap()["memory"].as_object().unwrap();
+        let memory = told["memory"].as_object().unwrap();
+        let names = |of: &serde_json::Map<String, Value>| of.keys().cloned().collect::<Vec<_>>();
+        assert_eq!(names(memory), names(held), "{flags}");
+        for what in ["weights_bytes", "gradients_bytes", "optimizer_bytes"] {
+            assert_eq!(memory[what], held[what], "{flags}: {what}");
+        }
+        fs::remove_file(&metrics_file).unwrap();
+    }
+}
+
+#[test]
+fn it_says_what_a_start_says() {
+    let workspace = Workspace::new();
+    let saves = workspace.path("saves");
+    let program = workspace.finetune().flag("--save-dir", saves.display());
+    let program = program.flag("--save-every", 1);
+    let dry = program.clone().switch("--dry-run").succeeds().stdout;
+    let done = program.succeeds().stdout;
+    let lines: Vec<&str> = dry.lines().collect();
+    let [start @ .., room, of_checkpoints, last] = lines.as_slice() else {
+        panic!("{dry}")
+    };
+    assert_eq!(
+        start,
+        &done.lines().take(start.len()).collect::<Vec<_>>()[..]
+    );
+    assert!(start.len() >= 4, "{dry}");
+    assert!(
+        room.starts_with("room for the model: 229.6 kB in "),
+        "{dry}"
+    );
+    let places = [" in ", &*saves.display().to_string(), " free"];
+    assert!(of_checkpoints.starts_with("room for checkpoints: "));
+    assert!(
+        places.iter().all(|part| of_checkpoints.contains(part)),
+        "{dry}"
+    );
+    assert_eq!(*last, "dry run: nothing was trained or written");
+    // What goes on from there.
+    let on = program.flag("--resume", "latest").flag("--steps", 5);
+    let on = on.switch("--resume-anyway");
+    let before = state(&workspace.path(""));
+    let told = on.clone().switch("--dry-run").succeeds_with_warnings();
+    assert!(
+        told.stdout.contains("resumed after step 2"),
+        "{}",
+        told.stdout
+    );
+    assert_same(&state(&workspace.path("")), &before);
+}
+
+#[test]
+fn a_model_may_have_no_more_than_its_configuration() {
+    let workspace = Workspace::new();
+    let whole = told(&workspace.finetune());
+    let model = workspace.path("model");
+    for entry in fs::read_dir(&model).unwrap().flatten() {
+        if entry.file_name() != "config.json" {
+            fs::remove_file(entry.path()).unwrap();
+        }
+    }
+    let before = state(&workspace.path(""));
+    assert_eq!(told(&workspace.finetune()), whole);
+    let by_epochs = workspace.finetune().without("--steps");
+    let unknown = told(&by_epochs);
+    assert_eq!(unknown["steps"], Value::Null);
+    assert_eq!(unknown["memory"], whole["memory"]);
+    let said = by_epochs.switch("--dry-run").succeeds().stdout;
+    let why = "the data is not read: the model has no tokenizer.json\n";
+    assert!(said.contains(why), "{said}");
+    for (flag, value, part) in [
+        ("--tp", "5", "hint: use tp <= 4"),
+        ("--data", "nowhere.txt", "nowhere.txt"),
+        ("--seq-len", "100000", "hint: --seq-len "),
+    ] {
+        let program = workspace.finetune().switch("--dry-run").flag(flag, value);
+        program.run().assert_error(&[part]);
+    }
+    // With a tokenizer the data is read.
+    let of_model = super::folder::fixture("gqa").join("model/tokenizer.json");
+    fs::copy(of_model, model.join("tokenizer.json")).unwrap();
+    let program = workspace.finetune().without("--steps");
+    assert_eq!(told(&program)["steps"], 342);
+    fs::remove_file(model.join("tokenizer.json")).unwrap();
+    assert!(state(&workspace.path("")).0 == before.0);
+}
+
+#[test]
+fn a_new_model_and_its_tokens_are_told_too() {
+    let workspace = Workspace::new();
+    let program = candle_train("pretrain")
+        .flag("--data", workspace.path("text.txt").display())
+        .flag("--output", workspace.path("new/model").display())
+        .flag("--vocab-size", 300)
+        .flag("--steps", 2);
+    let before = state(&workspace.path(""));
+    let told = told(&program);
+    assert!(state(&workspace.path("")) == before);
+    assert_eq!(told["steps"], 2);
+    assert_eq!(told["parameters"], told["trained_parameters"]);
+    let wrong = program.switch("--json").run();
+    assert_eq!(wrong.code, Some(2));
+    assert!(wrong.stderr.contains("\n  --dry-run\n"), "{}", wrong.stderr);
+}
+
+#[test]
+fn the_cache_of_tokens_is_read_and_not_written() {
+    let workspace = Workspace::new();
+    let cache = workspace.path("cache");
+    let dir = cache.display();
+    let program = workspace.finetune().variable("CANDLE_TRAIN_CACHE", dir);
+    let first = told(&program);
+    assert!(!cache.exists());
+    program.succeeds();
+    let before = state(&cache);
+    assert!(!before.0.is_empty());
+    assert_eq!(told(&program), first);
+    assert!(state(&cache) == before);
+    // A damaged file is left to the run.
+    let file = before.0.iter().find(|(_, content)| content.is_some());
+    fs::write(cache.join(file.unwrap().0), "damaged").unwrap();
+    let before = state(&cache);
+    assert_eq!(told(&program), first);
+    assert!(state(&cache) == before);
+}
+
+#[test]
+fn of_several_processes_one_tells_it() {
+    let workspace = Workspace::new();
+    let program = workspace.finetune().switch("--dry-run").switch("--json");
+    let program = program.without("--dp");
+    for (rank, lines) in [(0, 1), (3, 0)] {
+        let process = program.clone().variable("RANK", rank);
+        let process = process.variable("WORLD_SIZE", 4).variable("LOCAL_RANK", 0);
+        let process = process.variable("MASTER_ADDR", "127.0.0.1");
+        let process = process.variable("MASTER_PORT", 1);
+        let process = process.flag("--backend", "mpi");
+        let outcome = process.run();
+        if cfg!(feature = "mpi") {
+            let said = outcome.stdout.lines().filter(|line| line.starts_with('{'));
+            assert_eq!(said.count(), lines, "{}{}", outcome.stdout, outcome.stderr);
+        } else {
+            outcome.assert_error(&["mpi"]);
+        }
+    }
+}

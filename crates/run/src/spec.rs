@@ -1,0 +1,250 @@
+//! A run with all of its defaults filled, of which arithmetic tells what it will do.
+
+use candle_comm::Degrees;
+use candle_core::{DType, Device, Result, bail};
+use candle_parallel::checkpoint::{CheckpointSaver, HfSave, SpaceNeed};
+use candle_parallel::{
+    AdamW, AdamWConfig, MemoryPlan, MemoryReport, ModelSpec, Optimizer, ParamStore, Parameters,
+    Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec, Schedule,
+};
+use candle_train_models::{CausalLm, ModelConfig, PartConfig};
+use candle_trainer::counted;
+
+use crate::args::data::DataArgs;
+use crate::args::lora::LoraArgs;
+use crate::args::training::TrainingArgs;
+use crate::defaults::Taken;
+
+/// A [`Run`](crate::Run) with the configuration of its model, in which everything is filled that flags leave open. What a start checks of
+/// flags, layout, batches and schedule can be checked of it without a device, a file or another process, and so can what ranks will hold.
+///
+/// ```
+/// use candle_train_models::ModelConfig;
+/// use candle_train_run::Finetune;
+///
+/// let config = ModelConfig::from_json(
+///     r#"{"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+///         "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 256}"#,
+/// )?;
+/// let mut run = Finetune::new("org/name").data("chat.jsonl");
+/// run.training.layout.pp = 4;
+/// let spec = run.spec(&config, 8)?;
+/// spec.check()?;
+/// // Two replicas of four stages each.
+/// assert_eq!(spec.training().layout.dp, Some(2));
+/// run.training.layout.pp = 8;
+/// let refused = run.spec(&config, 8)?.check().unwrap_err().to_string();
+/// assert!(refused.contains("hint: "), "{refused}");
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct RunSpec {
+    pub(crate) training: TrainingArgs,
+    pub(crate) data: DataArgs,
+    pub(crate) lora: LoraArgs,
+    pub(crate) config: ModelConfig,
+    /// What was taken where no flag says.
+    pub(crate) taken: Vec<Taken>,
+    /// What else there is to do about sequences that are longer than the model takes, in words.
+    pub(crate) longer: String,
+    /// Processes or GPUs; 1: as many threads as the flags need.
+    pub(crate) num_ranks: usize,
+    /// Whether ranks compute on GPUs.
+    pub(crate) on_gpus: bool,
+    /// Sequences of an epoch, when the data has been read.
+    pub(crate) num_samples: Option<usize>,
+}
+
+/// An error if flags contradict each other, whatever the model is.
+pub(crate) fn check_flags(training: &TrainingArgs, lora: &LoraArgs, data: &DataArgs) -> Result<()> {
+    training.validate()?;
+    lora.validate()?;
+    data.validate(&training.evaluation)
+}
+
+/// What the ranks of a run hold.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RanksMemory {
+    /// Of rank 0.
+    pub first: MemoryReport,
+    /// The most of each category on any rank.
+    pub largest: MemoryReport,
+    /// The most bytes on any rank at a time.
+    pub peak: u64,
+}
+
+impl RunSpec {
+    /// The flags, with what was taken where none says.
+    pub fn training(&self) -> &TrainingArgs {
+        &self.training
+    }
+
+    /// Checks everything that a start checks of flags, layout, batches and schedule.
+    ///
+    /// # Errors
+    /// The first thing that keeps the run from being started, with the numbers and what could be done.
+    pub fn check(&self) -> Result<()> {
+        check_flags(&self.training, &self.lora, &self.data)?;
+        self.training.validate_filled()?;
+        self.check_ranks()?;
+        self.training.check_model(&self.config, &self.longer)?;
+        let model = self.model()?;
+        self.training.optimizer.freeze.check(model.params())
+    }
+
+    /// An error if the degrees need other ranks than there are.
+    fn check_ranks(&self) -> Result<()> {
+        let (degrees, num_ranks) = (self.training.layout.degrees(), self.num_ranks);
+        let num_servers = self.training.strategy.num_servers();
+        let needed = degrees.world_size();
+        let needed = needed.and_then(|needed| needed.checked_add(num_servers));
+        if num_ranks == 1 || needed == Some(num_ranks) {
+            return Ok(());
+        }
+        let of_replica = Degrees { dp: 1, ..degrees }
+            .world_size()
+            .unwrap_or(usize::MAX);
+        let num_workers = num_ranks.saturating_sub(num_servers);
+        let hint = match num_workers / of_replica {
+            0 => format!("a replica takes {of_replica} of them: smaller --tp, --pp or --cp"),
+            dp if dp * of_replica == num_workers => format!("--dp {dp}"),
+            dp => format!("--dp {dp} takes {} of them", dp * of_replica + num_servers),
+        };
+        bail!(
+            "{degrees} = {}, and there are {num_ranks}\nhint: {hint}",
+            needed.map_or("too many to count".to_string(), |needed| counted(
+                needed, "rank"
+            ))
+        )
+    }
+
+    /// What the model asks for, and how it is divided.
+    ///
+    /// # Errors
+    /// Degrees and stages that do not fit the model, and adapters for layers that it does not have; with `--adapter`, one that cannot be read.
+    pub fn model(&self) -> Result<ModelSpec> {
+        let (training, layout) = (&self.training, &self.training.layout);
+        let seed = training.batches.seed;
+        let store = training.optimizer.freeze.apply(ParamStore::init(seed));
+        let store = self.lora.apply(store, seed, None)?;
+        let vb = store
+            .with_data_parallel(training.data_parallel())
+            .builder(layout.dtype().into(), &Device::Cpu);
+        let degrees = self.degrees();
+        let seq_len = training.batches.sequences.seq_len();
+        let parts = PartConfig {
+            layout: Some(layout.pipeline.layout(degrees.pp, &self.config, seq_len)?),
+            context: layout.context.config(),
+            sequence_parallel: layout.context.sequence_parallel,
+        };
+        CausalLm::spec(&self.config, degrees, &vb, parts)
+    }
+
+    /// Those of the ranks that update weights: with parameter servers these are they.
+    fn degrees(&self) -> Degrees {
+        match self.training.strategy.num_servers() {
+            0 => self.training.layout.degrees(),
+            num_servers => Degrees {
+                dp: num_servers,
+                ..Degrees::default()
+            },
+        }
+    }
+
+    /// What a rank of [`Self::model`] will hold. Parameter servers compute no passes.
+    ///
+    /// # Errors
+    /// A number of micro-batches that the schedule is not made for.
+    pub fn memory_plan(&self, model: &ModelSpec, rank: &RankSpec) -> Result<MemoryPlan> {
+        let (batches, parts) = (&self.training.batches, &self.training.layout);
+        let degrees = parts.degrees();
+        // No step has more than an epoch.
+        let of_step = batches.global_batch_size();
+        let of_step = self.num_samples.map_or(of_step, |all| all.min(of_step));
+        let of_replica = of_step.div_ceil(degrees.dp);
+        let micro_batch_size = batches.micro_batch_size.min(of_replica);
+        let num_micro_batches = of_replica.div_ceil(micro_batch_size.max(1));
+        let schedule = Schedule::from(parts.pipeline.order.schedule);
+        // Of a micro-batch that context-parallel ranks divide.
+        let num_tokens = micro_batch_size * batches.sequences.seq_len();
+        let num_tokens = num_tokens.div_ceil(degrees.cp);
+        let dtype: DType = parts.dtype().into();
+        let tape_bytes = |block| {
+            let of_token = CausalLm::tape_bytes_of_blocks(
+                &self.config,
+                std::iter::once(block),
+                dtype,
+                degrees.tp,
+                parts.context.sequence_parallel,
+                parts.recompute.into(),
+            );
+            num_tokens * of_token
+        };
+        let layout = model.layout();
+        let plan = match self.training.strategy.num_servers() {
+            0 => Some(Plan::new(&schedule, layout, num_micro_batches)?),
+            _ => None,
+        };
+        let passes = plan.as_ref().map(|plan| PlannedPasses {
+            plan,
+            tape_bytes: &tape_bytes,
+            // As the head keeps its input.
+            border_bytes: tape_bytes(layout.num_blocks() - 1),
+        });
+        let update = PlannedUpdate {
+            rule: &AdamW(AdamWConfig::default()),
+            offload: &parts.offload.clone().unwrap_or_default(),
+            on_gpu: self.on_gpus,
+        };
+        let work = PlannedWork {
+            replicas: self.training.data_parallel(),
+            passes,
+            update: Some(update),
+        };
+        MemoryPlan::new(rank, &work)
+    }
+
+    /// What all ranks of the model will hold. No replica holds more than the first one.
+    pub(crate) fn memory(&self, model: &ModelSpec) -> Result<RanksMemory> {
+        let Degrees { pp, dp, cp, tp } = self.degrees();
+        let mut memory: Option<RanksMemory> = None;
+        for rank in (0..pp).flat_map(|stage| (0..tp).map(move |part| stage * dp * cp * tp + part)) {
+            let plan = self.memory_plan(model, &model.of_rank(rank))?;
+            let (report, peak) = (plan.report(), plan.peak());
+            let all = memory.get_or_insert(RanksMemory {
+                first: report,
+                largest: report,
+                peak,
+            });
+            all.largest = all.largest.max(&report);
+            all.peak = all.peak.max(peak);
+        }
+        Ok(memory.unwrap_or(RanksMemory {
+            first: MemoryReport::default(),
+            largest: MemoryReport::default(),
+            peak: 0,
+        }))
+    }
+
+    /// What the run will write of the whole model, with checkpoints of which the best is kept besides if it `keeps_best`.
+    pub(crate) fn space_needs<'a>(
+        &'a self,
+        save: &'a HfSave,
+        whole: &Parameters,
+        keeps_best: bool,
+    ) -> Result<Vec<SpaceNeed<'a>>> {
+        let mut needs = vec![save.space_need(whole)?];
+        let checkpoints = &self.training.checkpoints;
+        if let Some(dir) = &checkpoints.save_dir {
+            // Masters besides.
+            let num_kinds = 1 + AdamW(AdamWConfig::default()).state_names().len();
+            needs.push(CheckpointSaver::space_need(
+                dir,
+                checkpoints.keep + usize::from(keeps_best),
+                num_kinds * whole.num_trainable_values(),
+                &save.sidecars,
+            ));
+        }
+        Ok(needs)
+    }
+}
