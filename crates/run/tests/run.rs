@@ -4,3 +4,5 @@
 mod config;
 #[path = "run/library.rs"]
 mod library;
+#[path = "run/spec.rs"]
+mod spec;

@@ -113,8 +113,9 @@ impl BatchConfig {
         let unit = micro as u128 * dp_world_size as u128;
         if !self.uneven && !(global as u128).is_multiple_of(unit) {
             bail!(
-                "global_batch_size({global}) % (micro_batch_size({micro}) * dp({dp_world_size}) = {unit}) = {} != 0\nhint: choose a global_batch_size that is a multiple of {unit}, or a smaller micro_batch_size",
-                global as u128 % unit
+                "global_batch_size({global}) % (micro_batch_size({micro}) * dp({dp_world_size}) = {unit}) = {} != 0\nhint: choose a global_batch_size that is a multiple of {unit}, such as {}, or a smaller micro_batch_size",
+                global as u128 % unit,
+                nearest_multiple(global as u128, unit)
             );
         }
         self.ramp.map_or(Ok(()), |ramp| self.check_ramp(ramp, unit))
@@ -131,15 +132,23 @@ impl BatchConfig {
             bail!("the batch ramp {ramp} has a 0; expected numbers from 1");
         }
         if start >= global || !(global - start).is_multiple_of(increment) {
+            let num_increments =
+                nearest_multiple(global.abs_diff(start) as u128, increment as u128);
+            let nearest = (global as u128).checked_sub(num_increments);
+            let nearest = match nearest.filter(|nearest| start < global && *nearest > 0) {
+                Some(nearest) => format!(", such as {nearest}"),
+                None => String::new(),
+            };
             bail!(
-                "the batch ramp {ramp} starts with {start} sequences and does not come to the global_batch_size({global}) in steps of {increment}\nhint: a larger global batch, or a start below {global} whose difference to it the increment divides"
+                "the batch ramp {ramp} starts with {start} sequences and does not come to the global_batch_size({global}) in steps of {increment}\nhint: a start below {global}{nearest}, whose difference to it the increment divides, or a larger global batch"
             );
         }
         for (name, size) in [("start", start), ("increment", increment)] {
             if !self.uneven && !(size as u128).is_multiple_of(unit) {
                 bail!(
-                    "the {name}({size}) of the batch ramp {ramp} % (micro_batch_size * dp = {unit}) = {} != 0\nhint: choose multiples of {unit}",
-                    size as u128 % unit
+                    "the {name}({size}) of the batch ramp {ramp} % (micro_batch_size * dp = {unit}) = {} != 0\nhint: choose multiples of {unit}, such as {}",
+                    size as u128 % unit,
+                    nearest_multiple(size as u128, unit)
                 );
             }
         }
@@ -158,6 +167,13 @@ impl BatchConfig {
             _ => global,
         }
     }
+}
+
+/// The multiple of `unit`, but 0, that is nearest to `size`.
+fn nearest_multiple(size: u128, unit: u128) -> u128 {
+    (size.saturating_add(unit / 2) / unit)
+        .max(1)
+        .saturating_mul(unit)
 }
 
 /// One data-parallel rank's batches.

@@ -119,14 +119,29 @@ impl DataParallel {
             (ZeroStage::Zero, Some(_)) => bail!(
                 "zero-group is given with ZeRO stage 0, which divides nothing\nhint: use ZeRO stage 1, 2 or 3, or leave it out"
             ),
-            (_, Some(len)) if len < 2 || !dp.is_multiple_of(len) => bail!(
-                "zero-group({len}) does not divide dp({dp}) replicas into groups of at least two\nhint: choose a divisor of {dp} \
-                 from 2 on, or leave it out to divide over all replicas"
-            ),
+            (_, Some(len)) if len < 2 || !dp.is_multiple_of(len) => {
+                let around = |far: usize| [len.checked_sub(far), len.checked_add(far)];
+                let mut others = (1..=MAX_DISTANCE).flat_map(around).flatten();
+                let is_divisor =
+                    |other: &usize| (2..=dp).contains(other) && dp.is_multiple_of(*other);
+                let hint = match others.find(is_divisor) {
+                    Some(nearest) => {
+                        format!("choose a divisor of {dp}, such as {nearest}, or leave it out")
+                    }
+                    None => "leave it out".to_string(),
+                };
+                bail!(
+                    "zero-group({len}) does not divide dp({dp}) replicas into groups of at least two\nhint: {hint} to divide over all \
+                     replicas"
+                )
+            }
             _ => Ok(()),
         }
     }
 }
+
+/// How far from the size of a group others are looked for that fit.
+const MAX_DISTANCE: usize = 1 << 12;
 
 impl DataParallel {
     /// Into how many slices `dp` replicas divide what they divide.

@@ -10,7 +10,7 @@ use candle_train_run::{Finetune, Observer, Observers, Pretrain, RunEvent};
 use candle_trainer::TrainEvent;
 use tempfile::tempdir;
 
-fn fixture(name: &str) -> PathBuf {
+pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../tests/fixtures")
         .join(name)
