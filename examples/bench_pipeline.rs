@@ -18,7 +18,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::Init;
 use candle_parallel::{
     GradientSink, Gradients, Layer, Loss, ModelPart, ParamStore, Pass, Pipeline, PipelineLayout,
-    PlainBlock, PlainHead, Plan, Schedule, StageTimes, Times, layer_block, plain_block, plain_head,
+    PlainBlock, PlainHead, Plan, StageTimes, Times, layer_block, plain_block, plain_head,
 };
 use candle_train_run::ScheduleArgs;
 use clap::Parser;
@@ -140,7 +140,7 @@ struct Measured {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let schedule = Schedule::from(args.order.schedule);
+    let schedule = args.order.schedule;
     let ranks = args.order.placement(args.pp)?;
     let layout = PipelineLayout::of_layers(&vec![1; ranks.len()], &ranks)?;
     let given = args.stage_secs.iter().map(|secs| secs.0);

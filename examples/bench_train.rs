@@ -292,7 +292,7 @@ fn bench(
             eprintln!("{note}");
         }
     }
-    let dtype: DType = args.layout.dtype().into();
+    let dtype = args.layout.dtype();
     let store = match &args.model {
         Some(dir) => ParamStore::from_pretrained(dir)?,
         None => ParamStore::init(0),
@@ -496,7 +496,7 @@ fn print(
     let tokens_per_sec = (args.batch_size * args.seq_len) as f64 / step_secs;
     let device = measured.gpu.as_ref().map_or("cpu", |gpu| &gpu.name);
     let default_peak = measured.gpu.as_ref().and_then(GpuState::peak_tflops);
-    let default_peak = default_peak.filter(|_| DType::from(args.layout.dtype()) != DType::F32);
+    let default_peak = default_peak.filter(|_| args.layout.dtype() != DType::F32);
     let flops = tokens_per_sec * measured.flops_per_token;
     let peak = args.peak_tflops.or(default_peak);
     let mfu = peak.map(|peak| flops / (peak * 1e12 * num_devices as f64));
@@ -518,7 +518,7 @@ fn print(
     let pipeline: Vec<_> = pipeline.collect();
     let line = json!({
         "system": format!("candle-train {}", env!("CARGO_PKG_VERSION")),
-        "dtype": DType::from(args.layout.dtype()).as_str(),
+        "dtype": args.layout.dtype().as_str(),
         "matmul_precision": MatmulPrecision::get().to_string(),
         "step_secs": step_secs,
         "min_step_secs": steps[0],

@@ -6,8 +6,9 @@
 
 use std::process::ExitCode;
 
+use candle_core::DType;
 use candle_train_cli::run_with_flags;
-use candle_train_run::{DTypeChoice, Finetune};
+use candle_train_run::Finetune;
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/shakespeare-llama");
 const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/alice.txt");
@@ -29,7 +30,7 @@ fn main() -> ExitCode {
         .lr(1e-3)
         .prompt("The Queen");
     // Whatever a flag says is a field, too.
-    run.training.layout.dtype = Some(DTypeChoice::F32);
+    run.training.layout.dtype = Some(DType::F32);
     run.training.optimizer.warmup_steps = Some(5);
     run.training.optimizer.weight_decay = 0.1;
     run_with_flags("finetune_llama", &run)

@@ -31,7 +31,7 @@ impl TrainingRun<'_> {
             self.observers.note(&idle);
         }
         let (context, tp) = (training.layout.context, ranks.degrees.tp);
-        let dtype = training.layout.dtype().into();
+        let dtype = training.layout.dtype();
         if let Ok(Some(words)) = context.in_words(&self.spec.config, tp, dtype) {
             self.observers.note(&words);
         }

@@ -3,11 +3,10 @@
 use std::fmt;
 
 use candle_comm::{RankEnv, RunConfig};
-use candle_core::Result;
+use candle_core::{DType, Result};
 use candle_train_models::ModelConfig;
 
 use crate::args::batches::BatchArgs;
-use crate::args::choices::DTypeChoice;
 use crate::args::number::written;
 use crate::args::sequences::default_seq_len;
 use crate::args::training::TrainingArgs;
@@ -96,7 +95,7 @@ impl TrainingArgs {
         // --matmul-precision is about f32.
         let is_free = self.layout.dtype.is_none() && self.ranks.matmul_precision.is_none();
         if is_free && on_gpus {
-            self.layout.dtype = Some(DTypeChoice::Bf16);
+            self.layout.dtype = Some(DType::BF16);
             taken.push(Taken::new("--dtype", "bf16", "on GPUs"));
         }
         let batches = &mut self.batches;

@@ -1,11 +1,11 @@
 //! A run with all of its defaults filled, of which arithmetic tells what it will do.
 
 use candle_comm::Degrees;
-use candle_core::{DType, Device, Result, bail};
+use candle_core::{Device, Result, bail};
 use candle_parallel::checkpoint::{CheckpointSaver, HfSave, SpaceNeed};
 use candle_parallel::{
     AdamW, AdamWConfig, MemoryPlan, MemoryReport, ModelSpec, Optimizer, ParamStore, Parameters,
-    Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec, Schedule,
+    Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::counted;
@@ -129,7 +129,7 @@ impl RunSpec {
         let store = self.lora.apply(store, seed, None)?;
         let vb = store
             .with_data_parallel(training.data_parallel())
-            .builder(layout.dtype().into(), &Device::Cpu);
+            .builder(layout.dtype(), &Device::Cpu);
         let degrees = self.degrees();
         let seq_len = training.batches.sequences.seq_len();
         let parts = PartConfig {
@@ -164,11 +164,11 @@ impl RunSpec {
         let of_replica = of_step.div_ceil(degrees.dp);
         let micro_batch_size = batches.micro_batch_size.min(of_replica);
         let num_micro_batches = of_replica.div_ceil(micro_batch_size.max(1));
-        let schedule = Schedule::from(parts.pipeline.order.schedule);
+        let schedule = parts.pipeline.order.schedule;
         // Of a micro-batch that context-parallel ranks divide.
         let num_tokens = micro_batch_size * batches.sequences.seq_len();
         let num_tokens = num_tokens.div_ceil(degrees.cp);
-        let dtype: DType = parts.dtype().into();
+        let dtype = parts.dtype();
         let tape_bytes = |block| {
             let of_token = CausalLm::tape_bytes_of_blocks(
                 &self.config,

@@ -105,7 +105,7 @@ impl InitialWeights {
         let store = self.store(spec, base_model)?.without_values();
         let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default())?;
         // Zeros cost nothing until they are written to.
-        let dtype = spec.training.layout.dtype().into();
+        let dtype = spec.training.layout.dtype();
         let vb = store.builder(dtype, &Device::Cpu);
         CausalLm::part(&spec.config, &mesh, &vb)
     }

@@ -158,7 +158,7 @@ impl TrainingRun<'_> {
         for samples in std::iter::once(&data.samples).chain(&data.eval_samples) {
             (self.tokenizer).check_vocab(&[samples.tokens().max_id()], vocab_size)?;
         }
-        let save_dtype = training.output.dtype();
+        let save_dtype = training.output.save_dtype;
         let train = training.train_config(&data.samples)?;
         self.evaluation((0, 1), EvalHistory::default())?;
         let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
@@ -483,7 +483,7 @@ impl TrainingRun<'_> {
             Activity::of_bytes("loading weights", None, done)
         });
         let store = store.with_data_parallel(training.data_parallel());
-        let vb = store.builder(training.layout.dtype().into(), mesh.world.device());
+        let vb = store.builder(training.layout.dtype(), mesh.world.device());
         let seq_len = training.batches.sequences.seq_len();
         let part = training
             .layout
@@ -498,7 +498,7 @@ impl TrainingRun<'_> {
             1 => ranks.devices.len(),
             processes => processes,
         };
-        let is_narrow = DType::from(self.spec.training.layout.dtype()) != DType::F32;
+        let is_narrow = self.spec.training.layout.dtype() != DType::F32;
         let gpu = GpuState::of(device)?.filter(|_| is_narrow);
         let peak = gpu.and_then(|gpu| gpu.peak_tflops());
         Ok(ModelFlops {

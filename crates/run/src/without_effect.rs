@@ -4,8 +4,8 @@
 use candle_comm::{Degrees, RunConfig};
 use candle_core::Device;
 use candle_parallel::Offload;
-use clap::ValueEnum;
 
+use crate::args::choices::Choice;
 use crate::args::training::TrainingArgs;
 
 impl TrainingArgs {
@@ -43,7 +43,7 @@ impl TrainingArgs {
                 cp == 1,
                 with(
                     context.cp_method != no_context.cp_method,
-                    format!("--cp-method {}", name(&context.cp_method)),
+                    format!("--cp-method {}", context.cp_method.name_of()),
                 ),
                 "whole sequences",
             ),
@@ -51,7 +51,7 @@ impl TrainingArgs {
                 num_stages == 1,
                 with(
                     pipeline.order.schedule != no_pipeline.order.schedule,
-                    format!("--schedule {}", name(&pipeline.order.schedule)),
+                    format!("--schedule {}", pipeline.order.schedule.name_of()),
                 ),
                 "one stage",
             ),
@@ -90,10 +90,4 @@ impl TrainingArgs {
         let idle: Vec<String> = idle.collect();
         (!idle.is_empty()).then(|| format!("without effect here: {}", idle.join(", ")))
     }
-}
-
-/// A choice as on a command line.
-fn name(choice: &impl ValueEnum) -> String {
-    let value = choice.to_possible_value();
-    value.map_or(String::new(), |value| value.get_name().to_string())
 }

@@ -7,7 +7,7 @@ use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_parallel::checkpoint::{Checkpoint, HfSave, TrainingCheckpoint, with_config_dtype};
 use candle_train_run::{
-    StorageChoice, WEIGHTS, digest_of_weights, is_adapter, num_bytes, print_line, refuse_adapter,
+    WEIGHTS, choice, digest_of_weights, is_adapter, num_bytes, print_line, refuse_adapter,
 };
 use candle_trainer::hub::resolve_model;
 use candle_trainer::{Activity, TrainingRecord};
@@ -21,8 +21,8 @@ pub(crate) struct Export {
     /// Folder for the model
     output: PathBuf,
     /// Type of the saved weights [default: that of the run's own --output]
-    #[arg(long)]
-    dtype: Option<StorageChoice>,
+    #[arg(long, value_parser = choice::<DType>())]
+    dtype: Option<DType>,
     /// Size of the largest file of weights
     #[arg(long, default_value = "5GB", value_name = "SIZE", value_parser = num_bytes)]
     max_shard_size: usize,
@@ -61,7 +61,7 @@ impl Export {
             );
         }
         let dtype = match (self.dtype, &record.save_dtype) {
-            (Some(dtype), _) => Some(dtype.into()),
+            (Some(dtype), _) => Some(dtype),
             (None, Some(dtype)) => Some(dtype.parse::<DType>().map_err(Error::wrap)?),
             (None, None) => None,
         };
@@ -139,7 +139,7 @@ mod tests {
 
     use candle_train_run::{Allocator, peak_bytes_of};
 
-    use super::{Export, StorageChoice};
+    use super::Export;
 
     #[global_allocator]
     static ALLOCATOR: Allocator = candle_train_run::ALLOCATOR;
@@ -172,7 +172,7 @@ mod tests {
     fn it_takes_little_memory() {
         let dir = tempdir().unwrap();
         save(&dir.path().join("saves")).unwrap();
-        for dtype in [StorageChoice::F32, StorageChoice::Bf16] {
+        for dtype in [DType::F32, DType::BF16] {
             let export = Export {
                 checkpoint: dir.path().join("saves/step-000001"),
                 output: dir.path().join("exported"),

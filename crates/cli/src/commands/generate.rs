@@ -6,12 +6,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use candle_comm::{Degrees, Mesh, launch};
-use candle_core::{Result, bail};
+use candle_core::{DType, Result, bail};
 use candle_parallel::{Adapter, ParamStore, Pipeline, Schedule};
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_train_run::{
-    DTypeChoice, GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, real,
-    whole,
+    GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, choice, real, whole,
 };
 use candle_trainer::hub::resolve_model;
 use candle_trainer::{ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer};
@@ -72,8 +71,8 @@ pub(crate) struct Generate {
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     tp: usize,
     /// Type of weights and activations
-    #[arg(long, ignore_case = true, default_value = "f32")]
-    dtype: DTypeChoice,
+    #[arg(long, ignore_case = true, default_value = "f32", value_parser = choice::<DType>())]
+    dtype: DType,
     #[command(flatten, next_help_heading = "Ranks")]
     pub ranks: RankArgs,
 }
@@ -81,7 +80,7 @@ pub(crate) struct Generate {
 impl Generate {
     /// Flags that would do nothing.
     pub fn idle(&self) -> Vec<Idle> {
-        let is_narrow = self.dtype != DTypeChoice::F32;
+        let is_narrow = self.dtype != DType::F32;
         let mut idle = Vec::new();
         if self.temperature == Some(0.0) && self.top_p.is_some() {
             idle.push(Idle {
@@ -277,7 +276,7 @@ impl Generate {
         {
             eprintln!("warning: {warning}");
         }
-        let vb = store.builder(self.dtype.into(), mesh.world.device());
+        let vb = store.builder(self.dtype, mesh.world.device());
         Ok(Writer {
             part: CausalLm::part(&model.config, &mesh, &vb)?,
             pipeline: Pipeline::new(Schedule::GPipe, &mesh),

@@ -4,12 +4,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
-use candle_core::Result;
+use candle_core::{DType, Result};
 use candle_parallel::Adapter;
 use candle_parallel::checkpoint::{
     Checkpoint, HfSave, merge_adapter, sidecar_files, with_config_dtype,
 };
-use candle_train_run::{StorageChoice, base_of, check_base, exit_with, print_line, refuse_adapter};
+use candle_train_run::{base_of, check_base, choice, exit_with, print_line, refuse_adapter};
 use candle_trainer::hub::resolve_model;
 use candle_trainer::{Activity, ChatTemplate, Tokenizer, counted};
 use clap::Args;
@@ -29,8 +29,8 @@ pub(crate) struct Merge {
     #[arg(long, value_name = "DIR")]
     output: PathBuf,
     /// Type of the saved weights [default: each tensor's own in the checkpoint]
-    #[arg(long, ignore_case = true)]
-    save_dtype: Option<StorageChoice>,
+    #[arg(long, ignore_case = true, value_parser = choice::<DType>())]
+    save_dtype: Option<DType>,
     /// Replace a model in the folder of --output
     #[arg(long)]
     overwrite: bool,
@@ -54,7 +54,7 @@ impl Merge {
         if let Some(warning) = check_base(&self.adapter, &named, &model)? {
             eprintln!("warning: {warning}");
         }
-        let dtype = self.save_dtype.map(Into::into);
+        let dtype = self.save_dtype;
         let mut sidecars = with_config_dtype(sidecar_files(&model)?, dtype)?;
         sidecars.retain(|(name, _)| name != CONFIG_FILE);
         let tokenizer = Tokenizer::from_dir(&model);

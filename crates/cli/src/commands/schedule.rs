@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use candle_core::{Error, Result};
-use candle_parallel::{PipelineLayout, Plan, Schedule, Simulation, StageTimes, Times};
+use candle_parallel::{PipelineLayout, Plan, Simulation, StageTimes, Times};
 use candle_train_run::{ScheduleArgs, comma_list, print_line, whole};
 use candle_trainer::counted;
 
@@ -102,7 +102,7 @@ impl ScheduleCommand {
             let plan = Plan::from_csv(&text).map_err(|err| err.context(name.clone()))?;
             return Ok((plan, name));
         }
-        let schedule = Schedule::from(self.order.schedule);
+        let schedule = self.order.schedule;
         let ranks = self.order.placement(self.pp)?;
         let layout = PipelineLayout::new(&vec![1; ranks.len()], &ranks)?;
         let plan = Plan::new(&schedule, &layout, self.micro_batches)?;

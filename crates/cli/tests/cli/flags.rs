@@ -142,7 +142,7 @@ fn other_values_are_refused_with_the_name_and_the_value() {
             "weight$",
             &["--freeze weight$", "all 39 parameters", "nothing is left"],
         ),
-        ("--save-dtype", "i8", &["'i8'", "f32, f16, bf16"]),
+        ("--save-dtype", "i8", &["'i8'", "f32, bf16, f16"]),
         ("--stepz", "1", &["--stepz", "--steps"]),
     ];
     for (flag, value, parts) in cases {

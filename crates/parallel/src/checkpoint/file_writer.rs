@@ -1,16 +1,15 @@
 //! A safetensors file that is filled tensor by tensor.
 
-use std::fs::File;
-use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
-use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Tensor};
 
 use super::plan::{Content, PlannedFile, PlannedTensor};
 use super::save_failure::SaveFailure;
+use super::tensor_file::TensorFile;
 use crate::files::Checkpoint;
 
 /// Values that are converted and written at a time where they need not be whole tensors.
@@ -20,8 +19,7 @@ const CHUNK_VALUES: usize = 1 << 20;
 pub(super) struct FileWriter {
     /// What it will be called.
     path: PathBuf,
-    out: BufWriter<File>,
-    num_written_bytes: Arc<AtomicU64>,
+    out: TensorFile,
 }
 
 impl FileWriter {
@@ -34,17 +32,8 @@ impl FileWriter {
     ) -> std::result::Result<Self, SaveFailure> {
         let path = place.join(&file.name);
         let header = file.header().map_err(SaveFailure::Weights)?;
-        let create = || -> std::io::Result<BufWriter<File>> {
-            let mut out = BufWriter::new(File::create_new(staged.join(&file.name))?);
-            out.write_all(&header)?;
-            Ok(out)
-        };
-        match create() {
-            Ok(out) => Ok(Self {
-                path,
-                out,
-                num_written_bytes,
-            }),
+        match TensorFile::create(&staged.join(&file.name), &header, num_written_bytes) {
+            Ok(out) => Ok(Self { path, out }),
             Err(err) => Err(SaveFailure::at(&path, err)),
         }
     }
@@ -102,70 +91,35 @@ impl FileWriter {
         name: &str,
         values: &Tensor,
     ) -> std::result::Result<(), SaveFailure> {
-        check_finite(name, values).map_err(match values.dtype() {
-            DType::F32 => SaveFailure::Weights,
-            _ => SaveFailure::Range,
-        })?;
-        self.write_bytes(&to_le_bytes(values).map_err(SaveFailure::Weights)?)
+        let written = (self.out)
+            .write_values(values)
+            .map_err(SaveFailure::Weights)?;
+        // The loss and the gradients of a run cannot show what its last update did to the weights, nor what does not fit a type with a
+        // smaller range: such weights must not replace those of an earlier checkpoint.
+        match written.map_err(|err| SaveFailure::at(&self.path, err))? {
+            true => Ok(()),
+            false => {
+                let err = Error::msg(format!(
+                    "parameter {name} has values that are NaN or infinite in {:?}: nothing was saved\nhint: if the training has \
+                     diverged, lower the learning rate; if the values do not fit the type, save in f32 or bf16",
+                    values.dtype()
+                ));
+                Err(match values.dtype() {
+                    DType::F32 => SaveFailure::Weights(err),
+                    _ => SaveFailure::Range(err),
+                })
+            }
+        }
     }
 
     fn write_bytes(&mut self, bytes: &[u8]) -> std::result::Result<(), SaveFailure> {
-        for chunk in bytes.chunks(CHUNK_VALUES) {
-            let written = self.out.write_all(chunk);
-            written.map_err(|err| SaveFailure::at(&self.path, err))?;
-            let num_bytes = chunk.len() as u64;
-            self.num_written_bytes
-                .fetch_add(num_bytes, Ordering::Relaxed);
-        }
-        Ok(())
+        let written = self.out.write(bytes);
+        written.map_err(|err| SaveFailure::at(&self.path, err))
     }
 
-    pub fn finish(mut self) -> std::result::Result<(), SaveFailure> {
-        let flushed = self.out.flush();
-        flushed.map_err(|err| SaveFailure::at(&self.path, err))
-    }
-}
-
-/// The loss and the gradients of a run cannot show what its last update did to the weights, nor what does not fit a type
-/// with a smaller range: such weights must not replace those of an earlier checkpoint.
-fn check_finite(name: &str, values: &Tensor) -> Result<()> {
-    let (storage, _) = values.storage_and_layout();
-    let is_finite = match &*storage {
-        Storage::Cpu(CpuStorage::F32(v)) => v.iter().all(|x| x.is_finite()),
-        Storage::Cpu(CpuStorage::F16(v)) => v.iter().all(|x| x.is_finite()),
-        Storage::Cpu(CpuStorage::BF16(v)) => v.iter().all(|x| x.is_finite()),
-        _ => true,
-    };
-    if !is_finite {
-        bail!(
-            "parameter {name} has values that are NaN or infinite in {:?}: nothing was saved\nhint: if the training has \
-             diverged, lower the learning rate; if the values do not fit the type, save in f32 or bf16",
-            values.dtype()
-        );
-    }
-    Ok(())
-}
-
-fn to_le_bytes(values: &Tensor) -> Result<Vec<u8>> {
-    let values = values.contiguous()?;
-    let (storage, layout) = values.storage_and_layout();
-    let range = match layout.contiguous_offsets() {
-        Some((start, end)) => start..end,
-        None => bail!("cannot save a tensor that is not contiguous"),
-    };
-    match &*storage {
-        Storage::Cpu(CpuStorage::F32(v)) => {
-            Ok(v[range].iter().flat_map(|x| x.to_le_bytes()).collect())
-        }
-        Storage::Cpu(CpuStorage::F16(v)) => {
-            Ok(v[range].iter().flat_map(|x| x.to_le_bytes()).collect())
-        }
-        Storage::Cpu(CpuStorage::BF16(v)) => {
-            Ok(v[range].iter().flat_map(|x| x.to_le_bytes()).collect())
-        }
-        _ => bail!(
-            "cannot save a tensor of type {:?}; expected f32, f16 or bf16",
-            values.dtype()
-        ),
+    pub fn finish(self) -> std::result::Result<(), SaveFailure> {
+        let path = self.path;
+        let finished = self.out.finish();
+        (finished.map(drop)).map_err(|err| SaveFailure::at(&path, err))
     }
 }

@@ -16,6 +16,7 @@ mod run_file;
 mod save;
 mod save_failure;
 mod staged_folder;
+mod tensor_file;
 mod training;
 
 pub use crate::files::{

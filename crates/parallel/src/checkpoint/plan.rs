@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Result, bail};
 use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
 
+use super::tensor_file::header;
 use crate::files::{Checkpoint, WEIGHTS_FILE};
 use crate::lora::{
     ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, LoraConfig, file_name, module_of, to_json,
@@ -192,26 +192,11 @@ impl SavePlan {
 }
 
 impl PlannedFile {
-    /// What stands before the tensors: the length of a JSON object, and that with names, types, shapes and offsets.
+    /// What stands before the tensors.
     pub fn header(&self) -> Result<Vec<u8>> {
-        let mut offset = 0;
-        let info = |tensor: &PlannedTensor| {
-            let start = offset;
-            offset += tensor.num_bytes();
-            let info = TensorInfo {
-                dtype: tensor.dtype,
-                shape: tensor.shape.clone(),
-                data_offsets: (start, offset),
-            };
-            (tensor.name.clone(), info)
-        };
-        let tensors = self.tensors.iter().map(info).collect();
-        let metadata = [("format".to_string(), "pt".to_string())].into();
-        let header = safetensors::tensor::Metadata::new(Some(metadata), tensors)?;
-        let mut header = serde_json::to_vec(&header).map_err(candle_core::Error::wrap)?;
-        header.resize(header.len().next_multiple_of(8), b' ');
-        let len = (header.len() as u64).to_le_bytes();
-        Ok([len.as_slice(), &header].concat())
+        let tensors = self.tensors.iter();
+        let tensors = tensors.map(|it| (it.name.clone(), it.dtype, it.shape.clone()));
+        header(tensors, [("format".to_string(), "pt".to_string())].into())
     }
 }
 

@@ -2,10 +2,231 @@
 
 use candle_core::DType;
 use candle_ops::MatmulPrecision;
-use candle_parallel::{Recompute, ReduceType, Schedule, WeightFormat};
+use candle_parallel::{ContextMethod, Recompute, ReduceType, Schedule, WeightFormat};
 use clap::ValueEnum;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use serde::Serializer;
 
-/// Choices are written as their names on a command line.
+/// A type of the library whose values a flag names.
+pub trait Choice: Copy + PartialEq + Send + Sync + 'static {
+    /// Each value that the flag takes.
+    const CHOICES: &'static [Named<Self>];
+
+    /// The name of a value; empty if the flag does not take it.
+    fn name_of(self) -> &'static str {
+        let mut choices = Self::CHOICES.iter();
+        choices
+            .find(|choice| choice.value == self)
+            .map_or("", |choice| choice.name)
+    }
+}
+
+/// A value with its name.
+pub struct Named<T: 'static> {
+    value: T,
+    name: &'static str,
+    /// What others call it.
+    others: &'static [&'static str],
+    help: &'static str,
+}
+
+const fn named<T>(
+    value: T,
+    name: &'static str,
+    others: &'static [&'static str],
+    help: &'static str,
+) -> Named<T> {
+    Named {
+        value,
+        name,
+        others,
+        help,
+    }
+}
+
+/// What reads such a value by its name.
+pub fn choice<T: Choice>() -> impl TypedValueParser<Value = T> {
+    let possible = T::CHOICES.iter().map(|choice| {
+        let value = PossibleValue::new(choice.name).help(choice.help);
+        value.aliases(choice.others)
+    });
+    PossibleValuesParser::new(possible).try_map(|said| {
+        let is_it = |choice: &&Named<T>| {
+            let mut names = choice.others.iter().chain([&choice.name]);
+            names.any(|name| name.eq_ignore_ascii_case(&said))
+        };
+        let found = T::CHOICES.iter().find(is_it);
+        found.map(|choice| choice.value).ok_or("expected a name")
+    })
+}
+
+/// Writes it by its name.
+pub(crate) fn by_name<T: Choice, S: Serializer>(
+    value: &T,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    serializer.serialize_str(value.name_of())
+}
+
+/// As [`by_name`] if there is one.
+pub(crate) fn some_by_name<T: Choice, S: Serializer>(
+    value: &Option<T>,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    match value {
+        Some(value) => by_name(value, serializer),
+        None => serializer.serialize_none(),
+    }
+}
+
+impl Choice for Schedule {
+    const CHOICES: &'static [Named<Self>] = &[
+        named(
+            Self::OneForwardOneBackward,
+            "1f1b",
+            &[],
+            "One forward, one backward: with one stage on each of p ranks, rank r holds at most p - r micro-batches",
+        ),
+        named(
+            Self::GPipe,
+            "gpipe",
+            &[],
+            "All forward passes, then all backward passes",
+        ),
+        named(
+            Self::ZeroBubbleH1,
+            "zb-h1",
+            &[],
+            "Gradients of weights wait until a rank would be idle; each rank holds about p micro-batches",
+        ),
+        named(
+            Self::ZeroBubble2p,
+            "zb-2p",
+            &[],
+            "More forward passes ahead: up to 2p - 1 micro-batches",
+        ),
+        named(
+            Self::ZeroBubbleV,
+            "zbv",
+            &[],
+            "Two stages a rank, there and back over the ranks; about p micro-batches",
+        ),
+        named(
+            Self::DualPipeV,
+            "dualpipev",
+            &[],
+            "Stages as those of zbv, both ways at once; 2p micro-batches or more",
+        ),
+    ];
+}
+
+impl Choice for DType {
+    const CHOICES: &'static [Named<Self>] = &[
+        named(Self::F32, "f32", F32, "32-bit floats"),
+        named(
+            Self::BF16,
+            "bf16",
+            BF16,
+            "16-bit floats with the range of f32; while training sums, gradients and the optimizer's copy of the weights stay f32",
+        ),
+        named(
+            Self::F16,
+            "f16",
+            F16,
+            "16-bit floats of a small range and three bits more, trained with dynamic loss scaling; the same stays f32",
+        ),
+    ];
+}
+
+/// What others call number types.
+const F32: &[&str] = &["fp32", "float32", "float"];
+const BF16: &[&str] = &["bfloat16"];
+const F16: &[&str] = &["fp16", "float16", "half"];
+
+impl Choice for MatmulPrecision {
+    const CHOICES: &'static [Named<Self>] = &[
+        named(Self::Highest, "highest", &[], "All bits of each number"),
+        named(
+            Self::High,
+            "high",
+            &[],
+            "16 bits of each number on CPUs with AMX, 11 on GPUs (TF32); other CPUs do as for highest",
+        ),
+    ];
+}
+
+impl Choice for WeightFormat {
+    const CHOICES: &'static [Named<Self>] = &[
+        named(Self::F32, "f32", F32, "32-bit floats"),
+        named(
+            Self::BF16,
+            "bf16",
+            BF16,
+            "16-bit floats with the range of f32",
+        ),
+        named(
+            Self::F16,
+            "f16",
+            F16,
+            "16-bit floats of a small range and three bits more",
+        ),
+        named(
+            Self::Q8_0,
+            "q8_0",
+            &["q8", "int8", "8bit"],
+            "Blocks of 32 values, 8 bits each and a scale",
+        ),
+        named(
+            Self::Q4K,
+            "q4k",
+            &["q4_k", "q4", "4bit"],
+            "Blocks of 256 values, 4 bits each with scales and minima of groups of 32",
+        ),
+    ];
+}
+
+impl Choice for ReduceType {
+    const CHOICES: &'static [Named<Self>] = &[
+        named(Self::F32, "f32", F32, "As they are kept"),
+        named(
+            Self::Bf16,
+            "bf16",
+            BF16,
+            "Rounded: half the bytes, over nccl with --half-sums native only",
+        ),
+    ];
+}
+
+impl Choice for ContextMethod {
+    const CHOICES: &'static [Named<Self>] = &[
+        named(
+            Self::Auto,
+            "auto",
+            &[],
+            "Ring or Ulysses, whichever sends fewer bytes",
+        ),
+        named(
+            Self::Ring,
+            "ring",
+            &[],
+            "They go from rank to rank, while those that are here are used; any number of heads",
+        ),
+        named(
+            Self::AllGather,
+            "all-gather",
+            &[],
+            "Each rank gathers all of them, a layer at a time",
+        ),
+        named(
+            Self::Ulysses,
+            "ulysses",
+            &[],
+            "Ranks exchange heads for rows; no more ranks than query heads",
+        ),
+    ];
+}
+
+/// Values that only flags have are written as their names, too.
 macro_rules! written_by_name {
     ($($choice:ty),*) => {$(
         impl serde::Serialize for $choice {
@@ -18,53 +239,7 @@ macro_rules! written_by_name {
 }
 pub(crate) use written_by_name;
 
-written_by_name!(
-    ScheduleChoice,
-    LrScheduleChoice,
-    RecomputeChoice,
-    DTypeChoice,
-    MatmulPrecisionChoice,
-    BaseChoice,
-    ReduceChoice,
-    Quantization,
-    StorageChoice
-);
-
-/// `--schedule`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ScheduleChoice {
-    /// One forward, one backward: with one stage on each of p ranks, rank r holds at most p - r micro-batches
-    #[value(name = "1f1b")]
-    OneForwardOneBackward,
-    /// All forward passes, then all backward passes
-    #[value(name = "gpipe")]
-    GPipe,
-    /// Gradients of weights wait until a rank would be idle; each rank holds about p micro-batches
-    #[value(name = "zb-h1")]
-    ZeroBubbleH1,
-    /// More forward passes ahead: up to 2p - 1 micro-batches
-    #[value(name = "zb-2p")]
-    ZeroBubble2p,
-    /// Two stages a rank, there and back over the ranks; about p micro-batches
-    #[value(name = "zbv")]
-    ZeroBubbleV,
-    /// Stages as those of zbv, both ways at once; 2p micro-batches or more
-    #[value(name = "dualpipev")]
-    DualPipeV,
-}
-
-impl From<ScheduleChoice> for Schedule {
-    fn from(choice: ScheduleChoice) -> Self {
-        match choice {
-            ScheduleChoice::OneForwardOneBackward => Schedule::OneForwardOneBackward,
-            ScheduleChoice::GPipe => Schedule::GPipe,
-            ScheduleChoice::ZeroBubbleH1 => Schedule::ZeroBubbleH1,
-            ScheduleChoice::ZeroBubble2p => Schedule::ZeroBubble2p,
-            ScheduleChoice::ZeroBubbleV => Schedule::ZeroBubbleV,
-            ScheduleChoice::DualPipeV => Schedule::DualPipeV,
-        }
-    }
-}
+written_by_name!(LrScheduleChoice, RecomputeChoice, Quantization);
 
 /// `--lr-schedule`
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -110,127 +285,9 @@ impl From<RecomputeChoice> for Recompute {
     }
 }
 
-/// `--dtype`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum DTypeChoice {
-    /// 32-bit floats
-    #[value(aliases = ["fp32", "float32", "float"])]
-    F32,
-    /// 16-bit floats with the range of f32; sums, gradients and the optimizer's copy of the weights stay f32
-    #[value(alias = "bfloat16")]
-    Bf16,
-    /// 16-bit floats of a small range and three bits more, with dynamic loss scaling; the same stays f32
-    #[value(aliases = ["fp16", "float16", "half"])]
-    F16,
-}
-
-impl From<DTypeChoice> for DType {
-    fn from(choice: DTypeChoice) -> Self {
-        match choice {
-            DTypeChoice::F32 => DType::F32,
-            DTypeChoice::Bf16 => DType::BF16,
-            DTypeChoice::F16 => DType::F16,
-        }
-    }
-}
-
-/// `--matmul-precision`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum MatmulPrecisionChoice {
-    /// All bits of each number
-    Highest,
-    /// 16 bits of each number on CPUs with AMX, 11 on GPUs (TF32); other CPUs do as for highest
-    High,
-}
-
-impl From<MatmulPrecisionChoice> for MatmulPrecision {
-    fn from(choice: MatmulPrecisionChoice) -> Self {
-        match choice {
-            MatmulPrecisionChoice::Highest => MatmulPrecision::Highest,
-            MatmulPrecisionChoice::High => MatmulPrecision::High,
-        }
-    }
-}
-
-/// `--base-dtype`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum BaseChoice {
-    /// 32-bit floats
-    #[value(aliases = ["fp32", "float32", "float"])]
-    F32,
-    /// 16-bit floats with the range of f32
-    #[value(alias = "bfloat16")]
-    Bf16,
-    /// 16-bit floats of a small range and three bits more
-    #[value(aliases = ["fp16", "float16", "half"])]
-    F16,
-    /// Blocks of 32 values, 8 bits each and a scale
-    #[value(name = "q8_0", aliases = ["q8", "int8", "8bit"])]
-    Q8_0,
-    /// Blocks of 256 values, 4 bits each with scales and minima of groups of 32
-    #[value(name = "q4k", aliases = ["q4_k", "q4", "4bit"])]
-    Q4K,
-}
-
-impl From<BaseChoice> for WeightFormat {
-    fn from(choice: BaseChoice) -> Self {
-        match choice {
-            BaseChoice::F32 => WeightFormat::F32,
-            BaseChoice::Bf16 => WeightFormat::BF16,
-            BaseChoice::F16 => WeightFormat::F16,
-            BaseChoice::Q8_0 => WeightFormat::Q8_0,
-            BaseChoice::Q4K => WeightFormat::Q4K,
-        }
-    }
-}
-
-/// `--grad-reduce-dtype`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ReduceChoice {
-    /// As they are kept
-    #[value(aliases = ["fp32", "float32", "float"])]
-    F32,
-    /// Rounded: half the bytes, over nccl with --half-sums native only
-    #[value(alias = "bfloat16")]
-    Bf16,
-}
-
-impl From<ReduceChoice> for ReduceType {
-    fn from(choice: ReduceChoice) -> Self {
-        match choice {
-            ReduceChoice::F32 => ReduceType::F32,
-            ReduceChoice::Bf16 => ReduceType::Bf16,
-        }
-    }
-}
-
 /// `--quantize-weights` and `--quantize-gradients`
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Quantization {
     /// Blocks of 256 values with a scale each (ZeRO++)
     Int8,
-}
-
-/// `--save-dtype`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum StorageChoice {
-    /// 32-bit floats
-    #[value(aliases = ["fp32", "float32", "float"])]
-    F32,
-    /// 16-bit floats
-    #[value(aliases = ["fp16", "float16", "half"])]
-    F16,
-    /// 16-bit floats with the range of f32
-    #[value(alias = "bfloat16")]
-    Bf16,
-}
-
-impl From<StorageChoice> for DType {
-    fn from(choice: StorageChoice) -> Self {
-        match choice {
-            StorageChoice::F32 => DType::F32,
-            StorageChoice::F16 => DType::F16,
-            StorageChoice::Bf16 => DType::BF16,
-        }
-    }
 }

@@ -4,10 +4,10 @@ use candle_core::{DType, Device, Result, bail};
 use candle_ops::AttentionCode;
 use candle_parallel::{ContextConfig, ContextMethod};
 use candle_train_models::ModelConfig;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde::Serialize;
 
-use crate::args::choices::written_by_name;
+use crate::args::choices::{Choice, by_name, choice};
 use crate::args::number::whole;
 use crate::flags::default_of;
 
@@ -22,14 +22,13 @@ pub struct ContextArgs {
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     pub cp: usize,
     /// How context-parallel ranks come to the keys and values of the others
-    #[arg(long, default_value = "auto")]
-    pub cp_method: ContextMethodChoice,
+    #[arg(long, default_value = "auto", value_parser = choice::<ContextMethod>())]
+    #[serde(serialize_with = "by_name")]
+    pub cp_method: ContextMethod,
     /// Ranks of a group that exchanges heads for rows; the groups of --cp lie in a ring [default: as --cp-method says]
     #[arg(long, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     pub ulysses: Option<usize>,
 }
-
-written_by_name!(ContextMethodChoice);
 
 impl Default for ContextArgs {
     fn default() -> Self {
@@ -37,30 +36,11 @@ impl Default for ContextArgs {
     }
 }
 
-/// `--cp-method`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ContextMethodChoice {
-    /// Ring or Ulysses, whichever sends fewer bytes
-    Auto,
-    /// They go from rank to rank, while those that are here are used; any number of heads
-    Ring,
-    /// Each rank gathers all of them, a layer at a time
-    AllGather,
-    /// Ranks exchange heads for rows; no more ranks than query heads
-    Ulysses,
-}
-
 impl ContextArgs {
     /// What the library takes.
     pub fn config(&self) -> ContextConfig {
-        let method = match self.cp_method {
-            ContextMethodChoice::Auto => ContextMethod::Auto,
-            ContextMethodChoice::Ring => ContextMethod::Ring,
-            ContextMethodChoice::AllGather => ContextMethod::AllGather,
-            ContextMethodChoice::Ulysses => ContextMethod::Ulysses,
-        };
         ContextConfig {
-            method,
+            method: self.cp_method,
             ulysses: self.ulysses,
         }
     }
@@ -69,10 +49,8 @@ impl ContextArgs {
     pub(crate) fn sum_order(&self) -> Vec<(String, String)> {
         let mut order = Vec::new();
         if self.cp > 1 {
-            let method = self.cp_method.to_possible_value();
-            let method = method.map(|method| method.get_name().to_string());
             order.push(("--cp", self.cp.to_string()));
-            order.push(("--cp-method", method.unwrap_or_default()));
+            order.push(("--cp-method", self.cp_method.name_of().to_string()));
             order.extend(self.ulysses.map(|ranks| ("--ulysses", ranks.to_string())));
         }
         if self.sequence_parallel {
@@ -164,13 +142,11 @@ impl ContextArgs {
             }
         };
         let why = match (self.cp_method, self.ulysses) {
-            (ContextMethodChoice::Auto, None) if self.cp > config.heads_of_rank(tp).0 => {
+            (ContextMethod::Auto, None) if self.cp > config.heads_of_rank(tp).0 => {
                 ", as there are fewer query heads than ranks"
             }
-            (ContextMethodChoice::Auto, None) if ulysses == 1 => {
-                ", which sends fewer bytes than Ulysses"
-            }
-            (ContextMethodChoice::Auto, None) => ", which sends fewer bytes than a ring",
+            (ContextMethod::Auto, None) if ulysses == 1 => ", which sends fewer bytes than Ulysses",
+            (ContextMethod::Auto, None) => ", which sends fewer bytes than a ring",
             _ => "",
         };
         Ok(Some(format!(

@@ -1,7 +1,7 @@
 //! Flags of the layout: how a model lies on ranks, and what replicas divide.
 
 use candle_comm::{Degrees, Mesh, RankEnv};
-use candle_core::{Error, Result};
+use candle_core::{DType, Error, Result};
 use candle_parallel::{DataParallel, ModelPart, Offload, ParamBuilder, ReduceType, ZeroStage};
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::{BatchConfig, explain_out_of_memory};
@@ -9,7 +9,7 @@ use clap::Args;
 use clap::builder::ArgPredicate;
 use serde::Serialize;
 
-use crate::args::choices::{DTypeChoice, Quantization, RecomputeChoice, ReduceChoice};
+use crate::args::choices::{Quantization, RecomputeChoice, by_name, choice, some_by_name};
 use crate::args::context::ContextArgs;
 use crate::args::number::whole;
 use crate::args::pipeline::PipelineArgs;
@@ -38,8 +38,9 @@ pub struct LayoutArgs {
     #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(2..))]
     pub zero_group: Option<usize>,
     /// Type in which gradients move between replicas
-    #[arg(long, ignore_case = true, default_value = "f32")]
-    pub grad_reduce_dtype: ReduceChoice,
+    #[arg(long, ignore_case = true, default_value = "f32", value_parser = choice::<ReduceType>())]
+    #[serde(serialize_with = "by_name")]
+    pub grad_reduce_dtype: ReduceType,
     /// Move gradients between replicas in 8 bits, blocks of 256 values with a scale each; needs --zero 1, 2 or 3 [default: no]
     #[arg(long, value_name = "TYPE", conflicts_with = "grad_reduce_dtype")]
     pub quantize_gradients: Option<Quantization>,
@@ -65,11 +66,12 @@ pub struct LayoutArgs {
     #[arg(long, default_value = "none")]
     pub recompute: RecomputeChoice,
     /// Type of weights and activations while training [default: bf16 on GPUs without --matmul-precision, else f32]
-    #[arg(long, ignore_case = true, default_value_ifs = [
+    #[arg(long, ignore_case = true, value_parser = choice::<DType>(), default_value_ifs = [
         ("bf16", ArgPredicate::IsPresent, "bf16"),
         ("fp16", ArgPredicate::IsPresent, "f16"),
     ])]
-    pub dtype: Option<DTypeChoice>,
+    #[serde(serialize_with = "some_by_name")]
+    pub dtype: Option<DType>,
     /// The same as --dtype bf16
     #[arg(long, conflicts_with_all = ["dtype", "fp16"])]
     #[serde(skip)]
@@ -93,8 +95,8 @@ impl Default for LayoutArgs {
 
 impl LayoutArgs {
     /// Type of weights and activations; where nothing was chosen yet f32.
-    pub fn dtype(&self) -> DTypeChoice {
-        self.dtype.unwrap_or(DTypeChoice::F32)
+    pub fn dtype(&self) -> DType {
+        self.dtype.unwrap_or(DType::F32)
     }
 
     /// How data-parallel replicas work together.
@@ -109,7 +111,7 @@ impl LayoutArgs {
             zero_group: self.zero_group,
             reduce: match self.quantize_gradients {
                 Some(_) => ReduceType::Int8,
-                None => self.grad_reduce_dtype.into(),
+                None => self.grad_reduce_dtype,
             },
             quantize_weights: self.quantize_weights.is_some(),
             tile_linears: self.tile_linears,

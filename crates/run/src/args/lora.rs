@@ -4,13 +4,13 @@ use std::ops::Bound::{Excluded, Unbounded};
 use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
-use candle_parallel::{Adapter, LoraConfig, LoraTargets, ParamStore, Parameters};
+use candle_parallel::{Adapter, LoraConfig, LoraTargets, ParamStore, Parameters, WeightFormat};
 use candle_trainer::{TrainingRecord, counted};
 use clap::Args;
 use serde::Serialize;
 
 use crate::adapter_base::check_base;
-use crate::args::choices::BaseChoice;
+use crate::args::choices::{Choice, choice, some_by_name};
 use crate::args::number::{real, whole};
 use crate::record::digest_of_weights;
 
@@ -44,8 +44,9 @@ pub struct LoraArgs {
     ///
     /// It is a number's type, or blocks of 8.5 (q8_0) or 4.5 bits a value (q4k), which are unpacked where they are used; embedding and head are
     /// in bf16 then. Needs --lora-rank or --adapter.
-    #[arg(long, ignore_case = true, value_name = "FORM")]
-    pub base_dtype: Option<BaseChoice>,
+    #[arg(long, ignore_case = true, value_name = "FORM", value_parser = choice::<WeightFormat>())]
+    #[serde(serialize_with = "some_by_name")]
+    pub base_dtype: Option<WeightFormat>,
     /// Go on training the adapter in this folder, with its own rank, alpha, dropout and layers [default: none]
     #[arg(long, value_name = "DIR", conflicts_with = "freeze")]
     pub adapter: Option<PathBuf>,
@@ -104,7 +105,7 @@ impl LoraArgs {
         });
         let store = match self.base_dtype {
             None => store,
-            Some(format) => store.with_frozen_format(format.into()),
+            Some(format) => store.with_frozen_format(format),
         };
         if let Some(dir) = &self.adapter {
             let adapter = Adapter::open(dir)?.with_seed(seed);
@@ -152,7 +153,7 @@ impl LoraArgs {
                 .insert("the configuration of --adapter".into(), own.into());
         }
         if let Some(format) = self.base_dtype {
-            let format = format!("{format:?}").to_lowercase();
+            let format = format.name_of().to_string();
             record.settings.insert("--base-dtype".into(), format);
         }
         let Some(rank) = self.lora_rank else {

@@ -1,11 +1,10 @@
 //! Flags of dynamic loss scaling.
 
-use candle_core::{Result, bail};
+use candle_core::{DType, Result, bail};
 use candle_parallel::LossScaling;
 use clap::Args;
 use serde::Serialize;
 
-use crate::args::choices::DTypeChoice;
 use crate::args::number::whole;
 use crate::flags::default_of;
 
@@ -32,7 +31,7 @@ impl LossScaleArgs {
     ///
     /// # Errors
     /// Such a flag.
-    pub fn config(self, dtype: DTypeChoice) -> Result<LossScaling> {
+    pub fn config(self, dtype: DType) -> Result<LossScaling> {
         let default = LossScaling::default();
         let config = LossScaling {
             init: self
@@ -45,7 +44,7 @@ impl LossScaleArgs {
             (None, Some(_)) => "--loss-scale-window",
             (None, None) => return Ok(config),
         };
-        if dtype != DTypeChoice::F16 {
+        if dtype != DType::F16 {
             bail!("{flag} is for --dtype f16: other types have no loss scale");
         }
         config.validate().map_err(|err| err.context(flag))?;

@@ -7,7 +7,7 @@ use candle_parallel::checkpoint::HfSave;
 use clap::Args;
 use serde::Serialize;
 
-use crate::args::choices::StorageChoice;
+use crate::args::choices::{choice, some_by_name};
 use crate::flags::default_of;
 
 /// What happens where the trained model should go and something is there, or nothing can be written.
@@ -24,8 +24,9 @@ pub struct OutputArgs {
     )]
     pub output: PathBuf,
     /// Type of the saved weights [default: each tensor's own in the input checkpoint]
-    #[arg(long, ignore_case = true)]
-    pub save_dtype: Option<StorageChoice>,
+    #[arg(long, ignore_case = true, value_parser = choice::<DType>())]
+    #[serde(serialize_with = "some_by_name")]
+    pub save_dtype: Option<DType>,
     /// Replace a model in the folder of --output
     ///
     /// Without this, only one that an earlier run of the same command has made is replaced; the input model and folders with other files never
@@ -44,11 +45,6 @@ impl Default for OutputArgs {
 }
 
 impl OutputArgs {
-    /// Type of the saved weights, if not each tensor's own.
-    pub fn dtype(&self) -> Option<DType> {
-        self.save_dtype.map(Into::into)
-    }
-
     /// A save with these files beside the weights; `checkpoints` is the folder of the run's checkpoints.
     pub(crate) fn hf_save(
         &self,
@@ -59,7 +55,7 @@ impl OutputArgs {
         let beside = checkpoints.unwrap_or(output);
         let beside = || beside.parent().unwrap_or(beside).to_path_buf();
         HfSave {
-            dtype: self.dtype(),
+            dtype: self.save_dtype,
             overwrite: self.overwrite,
             rescue_dir: Some(self.rescue_dir.clone().unwrap_or_else(beside)),
             ..HfSave::new(output, sidecars)

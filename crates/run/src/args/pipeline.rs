@@ -10,7 +10,7 @@ use candle_trainer::counted;
 use clap::Args;
 use serde::Serialize;
 
-use crate::args::choices::ScheduleChoice;
+use crate::args::choices::{by_name, choice};
 use crate::args::number::whole;
 use crate::args::text::text;
 use crate::flags::default_of;
@@ -20,8 +20,9 @@ use crate::flags::default_of;
 #[serde(rename_all = "kebab-case")]
 pub struct ScheduleArgs {
     /// Order of the micro-batches in the pipeline
-    #[arg(long, default_value = "1f1b")]
-    pub schedule: ScheduleChoice,
+    #[arg(long, default_value = "1f1b", value_parser = choice::<Schedule>())]
+    #[serde(serialize_with = "by_name")]
+    pub schedule: Schedule,
     /// Stages on each pipeline rank; with more than 1, 1f1b and zb-h1 are interleaved [default: 1, of zbv and dualpipev 2]
     #[arg(long, value_name = "STAGES", value_parser = whole::<usize>(1..))]
     pub virtual_stages: Option<usize>,
@@ -100,7 +101,7 @@ impl ScheduleArgs {
     /// # Errors
     /// As [`Schedule::placement`].
     pub fn placement(&self, pp: usize) -> Result<Vec<usize>> {
-        let schedule = Schedule::from(self.schedule);
+        let schedule = self.schedule;
         let virtual_stages = self.virtual_stages.unwrap_or(schedule.virtual_stages());
         schedule.placement(pp, virtual_stages)
     }
@@ -166,11 +167,7 @@ impl PipelineArgs {
         num_micro_batches: usize,
     ) -> Result<Plan> {
         let layout = self.layout(pp, config, seq_len)?;
-        Plan::new(
-            &Schedule::from(self.order.schedule),
-            &layout,
-            num_micro_batches,
-        )
+        Plan::new(&self.order.schedule, &layout, num_micro_batches)
     }
 }
 

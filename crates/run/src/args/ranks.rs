@@ -10,7 +10,7 @@ use candle_parallel::count_memory_with;
 use clap::Args;
 use serde::Serialize;
 
-use crate::args::choices::MatmulPrecisionChoice;
+use crate::args::choices::{choice, some_by_name};
 use crate::args::number::whole;
 use crate::args::text::{some_text, text};
 use crate::counting_allocator::{allocated_bytes, rank_allocated_bytes};
@@ -45,8 +45,9 @@ pub struct RankArgs {
     pub deterministic: bool,
     /// How linear layers multiply in f32, as in torch.set_float32_matmul_precision; not for --dtype bf16 or f16. On a CPU the environment
     /// variable CANDLE_TRAIN_PRODUCTS (fma, dots, 1, 2 or 3) goes before it [default: highest]
-    #[arg(long, value_name = "PRECISION")]
-    pub matmul_precision: Option<MatmulPrecisionChoice>,
+    #[arg(long, value_name = "PRECISION", value_parser = choice::<MatmulPrecision>())]
+    #[serde(serialize_with = "some_by_name")]
+    pub matmul_precision: Option<MatmulPrecision>,
     /// How long a rank may wait for the others in one operation before the run ends with a report
     #[arg(long, default_value_t = 600, value_name = "SECONDS", value_parser = whole::<u64>(1..=604_800))]
     pub deadline: u64,
@@ -210,7 +211,7 @@ impl RankArgs {
     }
 
     pub(crate) fn matmul_precision(&self) -> MatmulPrecision {
-        self.matmul_precision.map(Into::into).unwrap_or_default()
+        self.matmul_precision.unwrap_or_default()
     }
 
     /// Ranks of a run whose flags do not say how many: the processes that a launcher started, or a thread for each GPU, or one.

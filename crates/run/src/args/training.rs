@@ -3,7 +3,7 @@
 use std::path::{PathBuf, absolute};
 
 use candle_comm::{Degrees, RunConfig};
-use candle_core::{Device, Result, bail};
+use candle_core::{DType, Device, Result, bail};
 use candle_parallel::checkpoint::HfSave;
 use candle_parallel::{AdamWConfig, DataParallel, ZeroStage};
 use candle_train_models::ModelConfig;
@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::args::batches::BatchArgs;
 use crate::args::checkpoints::CheckpointArgs;
-use crate::args::choices::{DTypeChoice, LrScheduleChoice};
+use crate::args::choices::LrScheduleChoice;
 use crate::args::evaluation::EvalArgs;
 use crate::args::layout::LayoutArgs;
 use crate::args::logs::LogArgs;
@@ -94,7 +94,7 @@ impl TrainingArgs {
         let (optimizer, default) = (&self.optimizer, OptimizerArgs::default());
         let is_constant = matches!(optimizer.lr_schedule, LrScheduleChoice::Constant);
         let is_wsd = matches!(optimizer.lr_schedule, LrScheduleChoice::Wsd);
-        let is_narrow = self.layout.dtype() != DTypeChoice::F32;
+        let is_narrow = self.layout.dtype() != DType::F32;
         let keeps = self.checkpoints.keep != CheckpointArgs::default().keep;
         let mut idle = Idle::of([
             (
@@ -288,7 +288,7 @@ impl TrainingArgs {
             max_grad_norm: Some(args.max_grad_norm).filter(|norm| *norm > 0.0),
             loss_scaling: args.loss_scale.config(layout.dtype())?,
             offload: layout.offload.clone().unwrap_or_default(),
-            schedule: layout.pipeline.order.schedule.into(),
+            schedule: layout.pipeline.order.schedule,
             pipeline_prefetch: layout.pipeline.pipeline_prefetch,
         };
         config.validate()?;

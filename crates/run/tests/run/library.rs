@@ -189,8 +189,7 @@ fn runs_beside_each_other_do_not_disturb_each_other() {
         }),
         Box::new(|output| {
             let mut run = finetune(output);
-            run.training.ranks.matmul_precision =
-                Some(candle_train_run::MatmulPrecisionChoice::High);
+            run.training.ranks.matmul_precision = Some(candle_ops::MatmulPrecision::High);
             run.train_with(Observers::none()).unwrap();
         }),
         Box::new(|output| {

@@ -1,27 +1,21 @@
 //! The safetensors file of one rank: written in one go with its checksum, read piece by piece from a map.
 
 use std::collections::HashMap;
-use std::fs::File;
-use std::hash::Hasher;
-use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use candle_core::{CpuStorage, Error, Result, Storage, bail};
+use candle_core::{Error, Result, bail};
 use half::{bf16, f16};
 use memmap2::Mmap;
-use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::{Dtype, SafeTensors};
-use twox_hash::XxHash64;
 
 use super::manifest::FileRecord;
 use super::piece::Piece;
 use super::staged::{Staged, StagedTensor};
+use crate::checkpoint::tensor_file::{TensorFile, header};
 use crate::files::map;
-use crate::memory::num_bytes;
-
-/// Bytes that are converted, checksummed and written at a time.
-const CHUNK: usize = 1 << 20;
 
 /// Which save a file belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,127 +41,38 @@ pub(super) fn file_name(rank: usize) -> String {
 /// # Errors
 /// Values that are NaN or infinite, and what the file system returns.
 pub(super) fn write(dir: &Path, rank: usize, id: &SaveId, staged: &Staged) -> Result<FileRecord> {
-    let name = file_name(rank);
-    let path = dir.join(&name);
+    let path = dir.join(file_name(rank));
     let fail = |err: std::io::Error| {
         Error::msg(format!(
             "cannot write the checkpoint's file {}: {err}",
             path.display()
         ))
     };
-    let header = header(id, staged)?;
-    let file = File::create_new(&path).map_err(fail)?;
-    let mut out = Summed {
-        out: BufWriter::with_capacity(CHUNK, file),
-        hash: XxHash64::default(),
-        num_bytes: 0,
-    };
-    out.write(&(header.len() as u64).to_le_bytes())
-        .map_err(fail)?;
-    out.write(&header).map_err(fail)?;
-    for tensor in &staged.tensors {
-        write_tensor(&mut out, tensor)?.map_err(fail)?;
-    }
-    let file = out.out.into_inner().map_err(|err| fail(err.into_error()))?;
-    file.sync_all().map_err(fail)?;
-    Ok(FileRecord::new(name, out.num_bytes, out.hash.finish()))
-}
-
-/// The header of a safetensors file.
-fn header(id: &SaveId, staged: &Staged) -> Result<Vec<u8>> {
     let pieces = serde_json::to_string(&staged.pieces).map_err(Error::wrap)?;
     let metadata = [
         ("run".to_string(), id.run.clone()),
         ("step".to_string(), id.step.to_string()),
         ("pieces".to_string(), pieces),
     ];
-    let mut end = 0;
-    let tensors = staged.tensors.iter().map(|tensor| {
-        let start = end;
-        end += num_bytes(&tensor.values);
-        let info = TensorInfo {
-            dtype: tensor.values.dtype().into(),
-            shape: vec![tensor.values.elem_count()],
-            data_offsets: (start, end),
-        };
-        (tensor.name.clone(), info)
+    let tensors = staged.tensors.iter().map(|StagedTensor { name, values }| {
+        let shape = vec![values.elem_count()];
+        (name.clone(), values.dtype().into(), shape)
     });
-    let header = Metadata::new(Some(metadata.into()), tensors.collect())?;
-    let mut header = serde_json::to_vec(&header).map_err(Error::wrap)?;
-    header.resize(header.len().next_multiple_of(8), b' ');
-    Ok(header)
-}
-
-/// A file and the checksum of what was written to it.
-struct Summed {
-    out: BufWriter<File>,
-    hash: XxHash64,
-    num_bytes: u64,
-}
-
-impl Summed {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
-        self.hash.write(bytes);
-        self.num_bytes += bytes.len() as u64;
-        self.out.write_all(bytes)
+    let header = header(tensors, metadata.into())?;
+    let num_bytes = Arc::new(AtomicU64::new(0));
+    let mut out = TensorFile::create(&path, &header, num_bytes.clone()).map_err(fail)?;
+    for StagedTensor { name, values } in &staged.tensors {
+        let written = out
+            .write_values(values)
+            .map_err(|err| err.context(name.clone()))?;
+        if !written.map_err(fail)? {
+            bail!("{name} has values that are NaN or infinite: nothing is saved");
+        }
     }
-}
-
-/// Writes a tensor.
-fn write_tensor(out: &mut Summed, tensor: &StagedTensor) -> Result<std::io::Result<()>> {
-    let (storage, layout) = tensor.values.storage_and_layout();
-    let Some((start, end)) = layout.contiguous_offsets() else {
-        bail!("{} is not contiguous", tensor.name);
-    };
-    let written = match &*storage {
-        Storage::Cpu(CpuStorage::F32(all)) => {
-            write_values(out, &all[start..end], f32::to_le_bytes, |value| {
-                value.is_finite()
-            })
-        }
-        Storage::Cpu(CpuStorage::BF16(all)) => {
-            write_values(out, &all[start..end], bf16::to_le_bytes, |value| {
-                value.is_finite()
-            })
-        }
-        Storage::Cpu(CpuStorage::F16(all)) => {
-            write_values(out, &all[start..end], f16::to_le_bytes, |value| {
-                value.is_finite()
-            })
-        }
-        _ => bail!(
-            "{} is {:?}; expected floats on the host",
-            tensor.name,
-            tensor.values
-        ),
-    };
-    if let Ok(false) = written {
-        bail!(
-            "{} has values that are NaN or infinite: nothing is saved",
-            tensor.name
-        );
-    }
-    Ok(written.map(drop))
-}
-
-/// Writes values and returns whether all are finite.
-fn write_values<T: Copy, const SIZE: usize>(
-    out: &mut Summed,
-    values: &[T],
-    to_bytes: impl Fn(T) -> [u8; SIZE],
-    is_finite: impl Fn(T) -> bool,
-) -> std::io::Result<bool> {
-    let mut buffer = vec![0; CHUNK];
-    let mut all_finite = true;
-    for chunk in values.chunks(CHUNK / SIZE) {
-        all_finite &= chunk.iter().all(|&value| is_finite(value));
-        let buffer = &mut buffer[..chunk.len() * SIZE];
-        for (place, &value) in buffer.chunks_exact_mut(SIZE).zip(chunk) {
-            place.copy_from_slice(&to_bytes(value));
-        }
-        out.write(buffer)?;
-    }
-    Ok(all_finite)
+    let (file, hash) = out.finish().map_err(fail)?;
+    file.sync_all().map_err(fail)?;
+    let num_bytes = num_bytes.load(Ordering::Relaxed);
+    Ok(FileRecord::new(file_name(rank), num_bytes, hash))
 }
 
 /// An error that names the first tensor of a rank's file with values that are NaN or infinite.
