@@ -7,7 +7,7 @@ use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result, bail};
 use candle_parallel::{
     Block, ContextConfig, ContextParallel, LayerRanks, ModelPart, ModelSpec, ParamBuilder,
-    ParamStore, PipelineLayout, Recompute, Region, head_block, layer_block, stage_blocks,
+    ParamStore, PipelineLayout, Recompute, Region, Waiting, head_block, layer_block, stage_blocks,
     vocab_parallel_embedding,
 };
 
@@ -202,6 +202,36 @@ impl CausalLm {
             _ => value * hidden,
         };
         blocks.map(of_block).sum()
+    }
+
+    /// Bytes for each token of a micro-batch that the jobs of a block keep between the halves of its backward pass, of what is computed as for
+    /// [`Self::tape_bytes_of_blocks`] with all weights trained, by the formula of `docs/design.md`.
+    pub fn waiting_bytes_of_block(
+        config: &ModelConfig,
+        block: usize,
+        dtype: DType,
+        tp: usize,
+        recompute: Recompute,
+        waiting: Waiting,
+    ) -> usize {
+        let value = dtype.size_in_bytes();
+        let hidden = value * config.hidden_size;
+        match block {
+            0 => hidden,
+            _ if block > config.num_hidden_layers => {
+                // Logits are computed again while the weight is there.
+                let logits = value * config.vocab_size.div_ceil(tp);
+                hidden + if waiting.weights_stay { 4 } else { logits }
+            }
+            _ if waiting.without_large && recompute == Recompute::Full => 0,
+            _ => {
+                let heads = config.num_attention_heads + config.num_key_value_heads;
+                // The MLP's output layer reads what is computed again.
+                let widths = if waiting.without_large { 2 } else { 3 };
+                let divided = 2 * heads * config.head_dim + widths * config.intermediate_size;
+                4 * hidden + (value * divided).div_ceil(tp)
+            }
+        }
     }
 
     /// An error with the numbers if these degrees do not fit the model.

@@ -121,7 +121,7 @@ pub use lora::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, L
 pub use memory::{
     MemoryCategory, MemoryGuard, MemoryMeter, MemoryReport, MemoryUse, count_memory_with,
 };
-pub use memory_plan::{MemoryPlan, Moment, PlannedPasses, PlannedUpdate, PlannedWork};
+pub use memory_plan::{MemoryPlan, Moment, PlannedPasses, PlannedUpdate, PlannedWork, Waiting};
 pub use optimizer::{
     AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Needs, Offload, Optimizer,
     OptimizerState, ParamGroup, ParamMatrix, ParamSlice, SliceWeight, StepReport, UpdateStep,

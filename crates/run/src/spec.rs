@@ -180,6 +180,12 @@ impl RunSpec {
             );
             num_tokens * of_token
         };
+        let waiting_bytes = |block, waiting| {
+            let (config, tp) = (&self.config, degrees.tp);
+            let recompute = parts.recompute.into();
+            num_tokens
+                * CausalLm::waiting_bytes_of_block(config, block, dtype, tp, recompute, waiting)
+        };
         let layout = model.layout();
         let plan = match self.training.strategy.num_servers() {
             0 => Some(Plan::new(&schedule, layout, num_micro_batches)?),
@@ -188,6 +194,7 @@ impl RunSpec {
         let passes = plan.as_ref().map(|plan| PlannedPasses {
             plan,
             tape_bytes: &tape_bytes,
+            waiting_bytes: &waiting_bytes,
             // As the head keeps its input.
             border_bytes: tape_bytes(layout.num_blocks() - 1),
         });

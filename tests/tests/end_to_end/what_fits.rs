@@ -121,6 +121,7 @@ fn bytes(large: &Sizes, method: Method) -> Result<Bytes> {
             replicas: DataParallel::default(),
             passes: Some(PlannedPasses {
                 plan: &plan,
+                waiting_bytes: &|_, _| 0,
                 tape_bytes: &tape_bytes,
                 border_bytes: 0,
             }),

@@ -36,8 +36,20 @@ pub struct PlannedPasses<'a> {
     pub plan: &'a Plan,
     /// Bytes that the tape keeps of a block, given by its index, for one micro-batch.
     pub tape_bytes: &'a dyn Fn(usize) -> usize,
+    /// Bytes that the jobs of a block keep for one micro-batch between the halves of its backward pass, where a schedule has such.
+    pub waiting_bytes: &'a dyn Fn(usize, Waiting) -> usize,
     /// Bytes that a stage gives to the next one of a micro-batch.
     pub border_bytes: usize,
+}
+
+/// What the gradients of weights wait for, and with what, between the halves of a backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Waiting {
+    /// Whether those do not wait that would keep more than the forward pass has kept: [`GradientSink::put_large`](crate::GradientSink::put_large).
+    pub without_large: bool,
+    /// Whether the weights are still there in the weight half: without it, what is computed with them waits.
+    pub weights_stay: bool,
 }
 
 /// The update of a step.
@@ -71,7 +83,7 @@ pub struct PlannedUpdate<'a> {
 ///     let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 4)?;
 ///     let work = PlannedWork {
 ///         replicas: DataParallel::default(),
-///         passes: Some(PlannedPasses { plan: &plan, tape_bytes: &|_block| 1000, border_bytes: 0 }),
+///         passes: Some(PlannedPasses { plan: &plan, tape_bytes: &|_block| 1000, waiting_bytes: &|_block, _| 0, border_bytes: 0 }),
 ///         update: Some(PlannedUpdate { rule: &AdamW(AdamWConfig::default()), offload: &Offload::None, on_gpu: false }),
 ///     };
 ///     let memory = MemoryPlan::new(&model.of_rank(0), &work)?;

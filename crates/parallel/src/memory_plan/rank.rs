@@ -7,7 +7,7 @@ use candle_ops::quantized_bytes;
 
 use super::held::{Held, Moment};
 use super::optimizer_state::OptimizerState;
-use super::{PlannedPasses, PlannedWork};
+use super::{PlannedPasses, PlannedWork, Waiting};
 use crate::memory::MemoryCategory;
 use crate::optimizer::max_gathers;
 use crate::params::{Bucket, RankSpec, ReduceType, ReplicaGroups, Sharing, is_adopted};
@@ -219,9 +219,13 @@ impl<'a> PlannedRank<'a> {
                             rank.write_gradients(block);
                         }
                     });
-                    if is_whole {
-                        self.block_done(block);
-                        self.held.free(activations, (passes.tape_bytes)(block));
+                    self.held.free(activations, (passes.tape_bytes)(block));
+                    match is_whole {
+                        true => self.block_done(block),
+                        false => {
+                            let waiting = self.waiting_bytes(passes, block);
+                            self.held.hold(activations, waiting);
+                        }
                     }
                 }
             }
@@ -229,10 +233,28 @@ impl<'a> PlannedRank<'a> {
                 for block in trained.rev() {
                     self.write_gradients(block);
                     self.block_done(block);
-                    self.held.free(activations, (passes.tape_bytes)(block));
+                    let waiting = self.waiting_bytes(passes, block);
+                    self.held.free(activations, waiting);
                 }
             }
             Instruction::Send(..) | Instruction::Recv(..) => {}
+        }
+    }
+
+    /// What waits for the weight half of a block.
+    fn waiting_bytes(&self, passes: &PlannedPasses<'_>, block: usize) -> usize {
+        let mut params = self.spec.params.iter();
+        let is_trained = params.any(|param| param.trainable && param.blocks.contains(&block));
+        let early = passes.plan.early(self.groups.shards_gradients());
+        match is_trained {
+            true => (passes.waiting_bytes)(
+                block,
+                Waiting {
+                    without_large: early.large,
+                    weights_stay: !self.groups.shards_weights(),
+                },
+            ),
+            false => 0,
         }
     }
 

@@ -14,7 +14,7 @@ use super::input_check::InputCheck;
 use super::model_part::{BackwardHalf, ModelPart};
 use super::units::Units;
 use crate::gradients::Gradients;
-use crate::pass::{ContextRank, Early, Occupation, Pass, PassReport};
+use crate::pass::{ContextRank, Occupation, Pass, PassReport};
 use crate::pipeline_layout::PipelineLayout;
 use crate::schedule::{Instruction, Instructions, Plan};
 
@@ -187,7 +187,8 @@ impl Pipeline {
         let passes = micro_batches.iter();
         let passes = passes.map(|pass| pass.training(scale, step, seed).cut(&self.cp));
         let passes: Vec<Pass> = passes.collect::<Result<_>>()?;
-        let mut units = Units::new(self, part, &passes, self.input_half(part, &plan))?;
+        let half = BackwardHalf::Input(plan.early(part.params().groups().shards_gradients()));
+        let mut units = Units::new(self, part, &passes, half)?;
         self.by_stopwatch(ALL_PASSES, || {
             let mut instructions = self.instructions(part, &plan).into_iter();
             instructions
@@ -206,16 +207,6 @@ impl Pipeline {
         params.meter().end_passes(part.device())?;
         gradients.add_passes(&report)?;
         Ok(report)
-    }
-
-    /// What an input half computes. Where input halves come in another order than weight halves, gradients would be added in another order, too; replicas
-    /// that add them up after each micro-batch would have those of later ones among them.
-    fn input_half(&self, part: &ModelPart, plan: &Plan) -> BackwardHalf {
-        let is_early = plan.keeps_order() && !part.params().groups().shards_gradients();
-        BackwardHalf::Input(Early {
-            finished: is_early,
-            large: is_early && self.schedule.holds_little(),
-        })
     }
 
     /// The lists of all ranks for so many micro-batches, which were checked.

@@ -5,6 +5,7 @@ use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use candle_core::{Result, bail};
 
 use super::{Instruction, Instructions, Message, Unit};
+use crate::pass::Early;
 use crate::pipeline_layout::PipelineLayout;
 
 /// What each rank of a pipeline computes in a step, seen to be whole and to come to its end.
@@ -14,6 +15,7 @@ pub struct Plan {
     num_micro_batches: usize,
     ranks: Vec<Vec<Instruction>>,
     keeps_order: bool,
+    holds_little: bool,
 }
 
 /// Units of a step, at most: lists of more are a slip of the keyboard, and take all memory.
@@ -48,7 +50,11 @@ impl Plan {
         }
         let ranks = 0..layout.num_ranks();
         let ranks = ranks.map(|rank| schedule.of_rank(layout, rank, num_micro_batches));
-        Self::of_lists(layout, num_micro_batches, ranks.collect::<Result<_>>()?)
+        let plan = Self::of_lists(layout, num_micro_batches, ranks.collect::<Result<_>>()?)?;
+        Ok(Self {
+            holds_little: schedule.holds_little(),
+            ..plan
+        })
     }
 
     /// What each rank computes, in the order of the ranks.
@@ -66,6 +72,7 @@ impl Plan {
             num_micro_batches,
             ranks,
             keeps_order: true,
+            holds_little: false,
         };
         if plan.ranks.len() != layout.num_ranks() {
             bail!(
@@ -97,6 +104,7 @@ impl Plan {
             num_micro_batches,
             ranks: (0..layout.num_ranks()).map(of_rank).collect(),
             keeps_order: true,
+            holds_little: false,
         }
     }
 
@@ -115,9 +123,14 @@ impl Plan {
         &self.ranks
     }
 
-    /// Whether the input halves of each stage come in the order of the micro-batches.
-    pub(crate) fn keeps_order(&self) -> bool {
-        self.keeps_order
+    /// Which gradients of weights an input half computes. Where input halves come in another order than weight halves, gradients would be
+    /// added in another order, too; replicas that add them up after each micro-batch, as those do that divide them, would have those of later ones among them.
+    pub(crate) fn early(&self, divides_gradients: bool) -> Early {
+        let is_early = self.keeps_order && !divides_gradients;
+        Early {
+            finished: is_early,
+            large: is_early && self.holds_little,
+        }
     }
 
     /// The most units whose activations a rank holds at once: from the forward pass to the end of the backward pass, in

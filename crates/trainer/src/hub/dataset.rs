@@ -81,16 +81,18 @@ fn fetch_dataset(
     snapshots: &Snapshots,
     config: &HubConfig,
 ) -> Result<(String, Vec<String>)> {
-    let cached = || {
+    // Without the hub's list of files, what another program has fetched of them is all that is known.
+    let cached = |is_alone: bool| {
         let commit = snapshots.commit(spec)?;
-        let files = snapshots.listed(&commit)?;
+        let there = || snapshots.there(&commit).filter(|_| is_alone);
+        let files = snapshots.listed(&commit).or_else(there)?;
         let dir = snapshots.dir(&commit);
         let (taken, _) = wanted.of(&files).ok()?;
         let is_there = !taken.is_empty() && taken.iter().all(|file| dir.join(file).exists());
         is_there.then_some((commit, files))
     };
     if config.offline {
-        return match cached() {
+        return match cached(true) {
             Some(cached) => Ok(cached),
             None => bail!(
                 "dataset {spec} is not complete in the cache {:?}, and HF_HUB_OFFLINE forbids to fetch it\nhint: unset HF_HUB_OFFLINE for one run",
@@ -98,12 +100,12 @@ fn fetch_dataset(
             ),
         };
     }
-    if let (true, Some(cached)) = (spec.is_commit(), cached()) {
+    if let (true, Some(cached)) = (spec.is_commit(), cached(false)) {
         return Ok(cached);
     }
     let _lock = FetchLock::wait(&config.cache_dir, spec);
     let fetch = Fetch::new(config, spec, snapshots)?;
-    let (commit, files) = match (fetch.list(), cached()) {
+    let (commit, files) = match (fetch.list(), cached(true)) {
         (Ok(listed), _) => listed,
         (Err(failure), Some(cached)) if failure.is_transient() => {
             tracing::warn!(

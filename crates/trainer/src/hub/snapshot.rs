@@ -3,6 +3,7 @@
 //! Layout of the standard cache: `models--org--name/refs/REVISION` holds a commit, `snapshots/COMMIT/FILE` is a link into
 //! `blobs/`, and `.no_exist/COMMIT/FILE` records that the commit has no such file.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -110,6 +111,32 @@ impl Snapshots {
     pub(super) fn listed(&self, commit: &str) -> Option<Vec<String>> {
         let list = fs::read_to_string(self.list(commit)).ok()?;
         Some(list.lines().map(str::to_string).collect())
+    }
+
+    /// The files of `commit` that another program has fetched; `None` if one of the repository is not whole.
+    pub(super) fn there(&self, commit: &str) -> Option<Vec<String>> {
+        let blobs = fs::read_dir(self.dir.join("blobs")).ok()?.flatten();
+        let is_partial = |name: &OsStr| {
+            let end = Path::new(name).extension();
+            end.is_some_and(|end| end == "incomplete" || end == "part")
+        };
+        if blobs.into_iter().any(|blob| is_partial(&blob.file_name())) {
+            return None;
+        }
+        let root = self.dir(commit);
+        let (mut files, mut folders) = (Vec::new(), vec![root.clone()]);
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder).ok()?.flatten() {
+                let path = entry.path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if path.exists() {
+                    files.push(path.strip_prefix(&root).ok()?.to_str()?.to_string());
+                }
+            }
+        }
+        files.sort();
+        Some(files)
     }
 
     /// Records the files of `commit`. Failing to costs a request next time, nothing else.

@@ -168,6 +168,42 @@ fn offline_what_was_fetched_is_used_if_it_is_complete() {
     );
 }
 
+/// As `huggingface_hub` leaves it: blobs, a snapshot of links, and a ref; no list of files.
+#[test]
+fn offline_what_another_program_has_fetched_is_used_if_it_was_not_kept_from_it() {
+    let cache = tempfile::tempdir().unwrap();
+    let repo = cache.path().join("datasets--org--data");
+    let snapshot = repo.join("snapshots").join(COMMIT);
+    for (blob, file) in [("1a", "train/a.jsonl"), ("2b", "test/b.jsonl")] {
+        let (blob, link) = (repo.join("blobs").join(blob), snapshot.join(file));
+        for path in [&blob, &link] {
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        }
+        std::fs::write(&blob, "{}").unwrap();
+        std::os::unix::fs::symlink(&blob, link).unwrap();
+    }
+    std::fs::create_dir_all(repo.join("refs")).unwrap();
+    std::fs::write(repo.join("refs/main"), COMMIT).unwrap();
+    // Nobody listens there.
+    let config = |offline| HubConfig {
+        endpoint: "http://127.0.0.1:1".to_string(),
+        cache_dir: cache.path().to_path_buf(),
+        token: None,
+        offline,
+    };
+    let resolve =
+        |offline| resolve_dataset_with("datasets/org/data", DataUse::Training, &config(offline));
+    for offline in [true, false] {
+        let found = resolve(offline).unwrap();
+        assert_eq!(found.taken, ["train/a.jsonl"]);
+        assert_eq!(found.left, ["test/b.jsonl"]);
+        assert_eq!(std::fs::read_to_string(&found.files[0]).unwrap(), "{}");
+    }
+    std::fs::write(repo.join("blobs/3c.incomplete"), "{").unwrap();
+    assert_error(resolve(true), &["not complete in the cache"]);
+    assert_error(resolve(false), &["cannot fetch the list of files"]);
+}
+
 #[test]
 fn names_and_files_that_are_not_there_are_told() {
     let Setup {

@@ -114,6 +114,7 @@ impl Way {
             passes: Some(PlannedPasses {
                 plan: &plan,
                 tape_bytes: &tape_bytes,
+                waiting_bytes: &|_, _| 0,
                 border_bytes: 0,
             }),
             update: Some(PlannedUpdate {
