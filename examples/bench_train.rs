@@ -465,7 +465,7 @@ fn train_config(num_steps: usize, layout: &LayoutArgs, loss_scaling: LossScaling
     TrainConfig {
         loss_scaling,
         offload: layout.offload.clone().unwrap_or_default(),
-        schedule: layout.pipeline.order.schedule.into(),
+        schedule: layout.pipeline.order.schedule,
         pipeline_prefetch: layout.pipeline.pipeline_prefetch,
         ..TrainConfig::new(LrSchedule::constant(1e-4, num_steps))
     }

@@ -205,13 +205,14 @@ impl CausalLm {
     }
 
     /// Bytes for each token of a micro-batch that the jobs of a block keep between the halves of its backward pass, of what is computed as for
-    /// [`Self::tape_bytes_of_blocks`] with all weights trained, by the formula of `docs/design.md`.
+    /// [`Self::tape_bytes_of_blocks`] with all weights trained, or adapters of all layers, by the formula of `docs/design.md`.
     pub fn waiting_bytes_of_block(
         config: &ModelConfig,
         block: usize,
         dtype: DType,
         tp: usize,
         recompute: Recompute,
+        has_adapters: bool,
         waiting: Waiting,
     ) -> usize {
         let value = dtype.size_in_bytes();
@@ -226,10 +227,14 @@ impl CausalLm {
             _ if waiting.without_large && recompute == Recompute::Full => 0,
             _ => {
                 let heads = config.num_attention_heads + config.num_key_value_heads;
-                // The MLP's output layer reads what is computed again.
-                let widths = if waiting.without_large { 2 } else { 3 };
+                // The MLP's output layer reads what is computed again; an adapter of it waits for its output's gradient all the same.
+                let (hiddens, widths) = match waiting.without_large {
+                    true if has_adapters => (4, 2),
+                    true => (3, 2),
+                    false => (4, 3),
+                };
                 let divided = 2 * heads * config.head_dim + widths * config.intermediate_size;
-                4 * hidden + (value * divided).div_ceil(tp)
+                hiddens * hidden + (value * divided).div_ceil(tp)
             }
         }
     }

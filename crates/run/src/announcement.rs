@@ -136,10 +136,19 @@ impl RunSpec {
             memory_in_words(memory.peak)
         ));
         if !self.on_gpus {
-            let num_ranks = ranks.degrees.world_size().unwrap_or(usize::MAX);
-            let num_processes = ranks.env.local_world_size();
-            let num_threads = if num_processes == 1 { num_ranks } else { 1 };
-            let warning = check_memory(memory.peak, num_threads, num_processes)?;
+            let env = &ranks.env;
+            let degrees = self.degrees();
+            // Those of this machine; of workers of parameter servers nothing is known.
+            let (here, num_processes) = match env.world_size() {
+                1 => (0..degrees.world_size().unwrap_or(0), 1),
+                _ => {
+                    let first = env.rank() - env.local_rank().min(env.rank());
+                    let num_processes = env.local_world_size();
+                    (first..first + num_processes, num_processes)
+                }
+            };
+            let (peaks, least) = memory.of(here, degrees);
+            let warning = check_memory(peaks, least, num_processes)?;
             warning.iter().for_each(|warning| observers.warn(warning));
         }
         Ok(memory)

@@ -1,11 +1,18 @@
 //! What a run would do, without doing it: `candle-train finetune --dry-run`.
 
 use candle_comm::ProcessGroup;
-use candle_core::{Device, Result};
-use candle_parallel::checkpoint::{CheckpointSaver, SpaceNeed, check_free_space, size_in_words};
+use candle_core::{DType, Device, Result};
+use candle_parallel::checkpoint::{
+    CheckpointSaver, HfSave, SpaceNeed, TrainingCheckpoint, check_free_space, size_in_words,
+};
 use candle_parallel::{MemoryReport, Parameters};
+use candle_trainer::Data;
+use candle_trainer::hub::DataUse;
 use serde::Serialize;
+use serde_json::Value;
 
+use crate::args::logs::MetricsOf;
+use crate::args::training::TrainingArgs;
 use crate::observer::Observers;
 use crate::run::Opened;
 use crate::spec::RanksMemory;
@@ -46,49 +53,121 @@ impl DryRun {
         let Opened {
             spec, ranks, model, ..
         } = opened;
-        let steps = spec.training.batches.steps;
-        let described = spec.training.describe(None, steps, ranks);
+        let training = &spec.training;
+        let steps = training.batches.steps;
+        let whole = model.weights.whole(spec, model.name.as_deref())?;
+        let save = training.output.hf_save(None, model.sidecars.clone());
+        let save = match model.weights.folder() {
+            None if !spec.lora.is_given() => in_dtype_of_config(save),
+            _ => save,
+        };
+        if ranks.is_first() {
+            // They must be there all the same.
+            spec.data.find()?;
+            if training.evaluation.eval_fraction.is_none() && training.evaluation.has_data() {
+                Data::find(&training.evaluation.eval_data, DataUse::Evaluation)?;
+            }
+            let output = save.of_any_run().look()?;
+            check_folders(training, None)?;
+            let of = MetricsOf {
+                run: "",
+                is_resumed: true,
+                overwrites: true,
+            };
+            let num_steps = steps.unwrap_or(usize::MAX);
+            training.logs.check(&output, (None, num_steps), of)?;
+        }
+        let described = training.describe(None, steps, ranks);
         observers.note(format!("{title}: {described}"));
         observers.note("the data is not read: the model has no tokenizer.json");
-        let whole = model.weights.whole(spec, model.name.as_deref())?;
         let memory = spec.announce(whole.params(), ranks, observers)?;
-        let output = &spec.training.output;
-        let save = output.hf_save(None, model.sidecars.clone());
-        save.look()?;
-        tell_space(&spec.space_needs(&save, whole.params(), false)?, observers)?;
+        let needs = spec.space_needs(&save, whole.params(), training.evaluation.has_data())?;
+        tell_space(&needs, observers);
+        if ranks.is_first() {
+            check_free_space(&needs)?;
+        }
         observers.note(DONE);
         Ok(Self::new(steps, whole.params(), &memory))
+    }
+}
+
+/// An error if no checkpoint could be written where the run is to write them, which goes on from this one.
+fn check_folders(training: &TrainingArgs, resumed: Option<&TrainingCheckpoint>) -> Result<()> {
+    match &training.checkpoints.save_dir {
+        Some(dir) => {
+            CheckpointSaver::check_free(dir)?;
+            CheckpointSaver::check_folder(dir, resumed)
+        }
+        None => Ok(()),
     }
 }
 
 impl TrainingRun<'_> {
     /// Makes the checks of a start, and tells what it would do.
     pub(crate) fn dry_run(mut self) -> Result<DryRun> {
-        let settled = self.settle()?;
-        let output = settled.save.look()?;
-        if let Some(dir) = &self.spec.training.checkpoints.save_dir {
-            CheckpointSaver::check_free(dir)?;
-        }
-        let (whole, memory) = self.check_start(&settled, &output)?;
-        tell_space(&self.space_needs(&settled.save, &whole)?, &self.observers)?;
-        let is_restart = self.ranks.env.num_restarts() > 0;
+        let mut settled = self.settle()?;
         let mut num_steps = settled.train.lr_schedule.num_steps;
-        // Which weights a checkpoint goes on from is not known before they are there.
-        if self.initial_weights.folder().is_some() || self.base_model.is_none() {
-            let alone = ProcessGroup::single(Device::Cpu);
-            let resumed = self.resumed(&settled.record, is_restart, false, &alone)?;
-            if let Some(resumed) = &resumed {
-                num_steps = self.num_steps(&settled.train, resumed)?;
+        if !self.ranks.is_first() {
+            let base_model = self.base_model.as_deref();
+            let whole = self.initial_weights.whole(&self.spec, base_model)?;
+            let memory = self.spec.memory(&self.spec.model()?)?;
+            return Ok(DryRun::new(Some(num_steps), whole.params(), &memory));
+        }
+        // Without weights it is not known which run this is.
+        let is_known = self.initial_weights.folder().is_some() || self.base_model.is_none();
+        if !is_known {
+            settled.save = settled.save.of_any_run();
+            if !self.spec.lora.is_given() {
+                settled.save = in_dtype_of_config(settled.save);
             }
         }
-        self.observers
-            .note("dry run: nothing was trained or written");
+        let output = settled.save.look()?;
+        let (whole, memory) = self.check_start(&settled, &output)?;
+        let is_restart = self.ranks.env.num_restarts() > 0;
+        let alone = ProcessGroup::single(Device::Cpu);
+        let resumed = match is_known {
+            true => self.resumed(&settled.record, is_restart, false, &alone)?,
+            false => None,
+        };
+        if let Some(resumed) = &resumed {
+            resumed.checkpoint.check_model(&whole)?;
+            num_steps = self.num_steps(&settled.train, resumed)?;
+        }
+        if is_known {
+            let resumed = resumed.as_ref().map(|resumed| &resumed.checkpoint);
+            check_folders(&self.spec.training, resumed)?;
+        }
+        let needs = self.space_needs(&settled.save, &whole)?;
+        tell_space(&needs, &self.observers);
+        check_free_space(&needs)?;
+        self.observers.note(DONE);
         Ok(DryRun::new(Some(num_steps), &whole, &memory))
     }
 }
 
+/// The save of a model whose weights are not there: in the type that its configuration names, where no flag does.
+fn in_dtype_of_config(save: HfSave) -> HfSave {
+    let config = save.sidecars.iter().find(|(name, _)| name == "config.json");
+    let config = config.and_then(|(_, text)| serde_json::from_slice::<Value>(text).ok());
+    let named = config.and_then(|config| {
+        let named =
+            ["dtype", "torch_dtype"].map(|field| config[field].as_str().map(str::to_string));
+        named.into_iter().flatten().next()
+    });
+    let stored = match named.as_deref() {
+        Some("float32") => Some(DType::F32),
+        Some("float16") => Some(DType::F16),
+        Some("bfloat16") => Some(DType::BF16),
+        _ => None,
+    };
+    HfSave {
+        dtype: save.dtype.or(stored),
+        ..save
+    }
+}
+
 /// Says what is needed where, and what there is.
-fn tell_space(needs: &[SpaceNeed], observers: &Observers) -> Result<()> {
+fn tell_space(needs: &[SpaceNeed], observers: &Observers) {
     for need in needs {
         let free = need.free_bytes().map_or(String::new(), |free| {
             format!(", {} free", size_in_words(free))
@@ -100,5 +179,4 @@ fn tell_space(needs: &[SpaceNeed], observers: &Observers) -> Result<()> {
             need.folder.display()
         ));
     }
-    check_free_space(needs)
 }

@@ -184,8 +184,6 @@ impl<S: Start> Run<S> {
             false => Observers::none(),
         };
         if opened.tokenizer.is_none() {
-            // They must be there all the same.
-            self.data.find()?;
             let title = self.start.title(&self.data, &opened.model);
             return DryRun::without_tokens(&opened, title, &observers);
         }
@@ -194,7 +192,7 @@ impl<S: Start> Run<S> {
         self.read(opened, cache, stop, observers)?.dry_run()
     }
 
-    /// The run of a model with this configuration, with everything filled that flags leave open: on so many processes or GPUs, or with 1 on as
+    /// The run of a model with this configuration, with everything filled that flags leave open: on CPUs, in so many processes, or with 1 as
     /// many threads as the flags need.
     ///
     /// # Errors
@@ -226,7 +224,7 @@ impl<S: Start> Run<S> {
             taken,
             num_ranks,
             on_gpus,
-            num_samples: None,
+            samples: None,
         }
     }
 
@@ -283,7 +281,7 @@ impl<S: Start> Run<S> {
             adapter: spec.lora.adapter.as_deref(),
         };
         let data = (spec.data).read(of_model, &spec.training, &ranks, cache)?;
-        spec.num_samples = Some(data.samples.len());
+        spec.samples = Some((data.samples.len(), data.samples.longest()));
         let title = self.start.title(&self.data, &model);
         let StartModel {
             weights,

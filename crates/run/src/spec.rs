@@ -1,11 +1,13 @@
 //! A run with all of its defaults filled, of which arithmetic tells what it will do.
 
+use std::ops::Range;
+
 use candle_comm::Degrees;
 use candle_core::{Device, Result, bail};
 use candle_parallel::checkpoint::{CheckpointSaver, HfSave, SpaceNeed};
 use candle_parallel::{
-    AdamW, AdamWConfig, MemoryPlan, MemoryReport, ModelSpec, Optimizer, ParamStore, Parameters,
-    Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
+    AdamW, AdamWConfig, MemoryCategory, MemoryPlan, MemoryReport, ModelSpec, Optimizer, ParamStore,
+    Parameters, Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::counted;
@@ -47,12 +49,12 @@ pub struct RunSpec {
     pub(crate) taken: Vec<Taken>,
     /// What else there is to do about sequences that are longer than the model takes, in words.
     pub(crate) longer: String,
-    /// Processes or GPUs; 1: as many threads as the flags need.
+    /// Processes; 1: as many threads as the flags need.
     pub(crate) num_ranks: usize,
     /// Whether ranks compute on GPUs.
     pub(crate) on_gpus: bool,
-    /// Sequences of an epoch, when the data has been read.
-    pub(crate) num_samples: Option<usize>,
+    /// Sequences of an epoch and tokens of the longest of them, when the data has been read.
+    pub(crate) samples: Option<(usize, usize)>,
 }
 
 /// An error if flags contradict each other, whatever the model is.
@@ -63,7 +65,7 @@ pub(crate) fn check_flags(training: &TrainingArgs, lora: &LoraArgs, data: &DataA
 }
 
 /// What the ranks of a run hold.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct RanksMemory {
     /// Of rank 0.
     pub first: MemoryReport,
@@ -71,6 +73,25 @@ pub(crate) struct RanksMemory {
     pub largest: MemoryReport,
     /// The most bytes on any rank at a time.
     pub peak: u64,
+    /// Of each rank of the first replica, which others are like, the most bytes at a time, and those between steps.
+    of_ranks: Vec<(u64, u64)>,
+}
+
+impl RanksMemory {
+    /// What these ranks of `degrees` hold together: the sum of their peaks, and what they hold at the peak of one of them at least.
+    pub fn of(&self, ranks: Range<usize>, degrees: Degrees) -> (u64, u64) {
+        let Degrees { dp, cp, tp, .. } = degrees;
+        let (mut peaks, mut between, mut most) = (0u64, 0u64, 0);
+        for rank in ranks {
+            let like = rank / (dp * cp * tp) * tp + rank % tp;
+            if let Some((peak, now)) = self.of_ranks.get(like) {
+                peaks = peaks.saturating_add(*peak);
+                between = between.saturating_add(*now);
+                most = most.max(peak.saturating_sub(*now));
+            }
+        }
+        (peaks, between.saturating_add(most))
+    }
 }
 
 impl RunSpec {
@@ -88,6 +109,13 @@ impl RunSpec {
         self.training.validate_filled()?;
         self.check_ranks()?;
         self.training.check_model(&self.config, &self.longer)?;
+        let widest = self.config.intermediate_size.max(self.config.hidden_size);
+        if let Some(rank) = self.lora.lora_rank.filter(|rank| *rank > widest) {
+            bail!(
+                "--lora-rank {rank} is more than the {widest} features of the widest layer, whose adapter would be larger than its weight\nhint: \
+                 --lora-rank {widest} at most; 8 to 64 are usual"
+            );
+        }
         let model = self.model()?;
         self.training.optimizer.freeze.check(model.params())
     }
@@ -141,7 +169,7 @@ impl RunSpec {
     }
 
     /// Those of the ranks that update weights: with parameter servers these are they.
-    fn degrees(&self) -> Degrees {
+    pub(crate) fn degrees(&self) -> Degrees {
         match self.training.strategy.num_servers() {
             0 => self.training.layout.degrees(),
             num_servers => Degrees {
@@ -160,13 +188,15 @@ impl RunSpec {
         let degrees = parts.degrees();
         // No step has more than an epoch.
         let of_step = batches.global_batch_size();
-        let of_step = self.num_samples.map_or(of_step, |all| all.min(of_step));
+        let of_step = self.samples.map_or(of_step, |(all, _)| all.min(of_step));
         let of_replica = of_step.div_ceil(degrees.dp);
         let micro_batch_size = batches.micro_batch_size.min(of_replica);
         let num_micro_batches = of_replica.div_ceil(micro_batch_size.max(1));
         let schedule = parts.pipeline.order.schedule;
         // Of a micro-batch that context-parallel ranks divide.
-        let num_tokens = micro_batch_size * batches.sequences.seq_len();
+        let seq_len = batches.sequences.seq_len();
+        let longest = self.samples.map_or(seq_len, |(_, longest)| longest);
+        let num_tokens = micro_batch_size.saturating_mul(longest.min(seq_len));
         let num_tokens = num_tokens.div_ceil(degrees.cp);
         let dtype = parts.dtype();
         let tape_bytes = |block| {
@@ -181,10 +211,16 @@ impl RunSpec {
             num_tokens * of_token
         };
         let waiting_bytes = |block, waiting| {
-            let (config, tp) = (&self.config, degrees.tp);
-            let recompute = parts.recompute.into();
-            num_tokens
-                * CausalLm::waiting_bytes_of_block(config, block, dtype, tp, recompute, waiting)
+            let of_token = CausalLm::waiting_bytes_of_block(
+                &self.config,
+                block,
+                dtype,
+                degrees.tp,
+                parts.recompute.into(),
+                self.lora.is_given(),
+                waiting,
+            );
+            num_tokens * of_token
         };
         let layout = model.layout();
         let plan = match self.training.strategy.num_servers() {
@@ -214,41 +250,47 @@ impl RunSpec {
     /// What all ranks of the model will hold. No replica holds more than the first one.
     pub(crate) fn memory(&self, model: &ModelSpec) -> Result<RanksMemory> {
         let Degrees { pp, dp, cp, tp } = self.degrees();
-        let mut memory: Option<RanksMemory> = None;
-        for rank in (0..pp).flat_map(|stage| (0..tp).map(move |part| stage * dp * cp * tp + part)) {
-            let plan = self.memory_plan(model, &model.of_rank(rank))?;
-            let (report, peak) = (plan.report(), plan.peak());
-            let all = memory.get_or_insert(RanksMemory {
-                first: report,
-                largest: report,
-                peak,
-            });
-            all.largest = all.largest.max(&report);
-            all.peak = all.peak.max(peak);
-        }
-        Ok(memory.unwrap_or(RanksMemory {
+        let mut memory = RanksMemory {
             first: MemoryReport::default(),
             largest: MemoryReport::default(),
             peak: 0,
-        }))
+            of_ranks: Vec::new(),
+        };
+        for rank in (0..pp).flat_map(|stage| (0..tp).map(move |part| stage * dp * cp * tp + part)) {
+            let plan = self.memory_plan(model, &model.of_rank(rank))?;
+            let (report, peak) = (plan.report(), plan.peak());
+            if rank == 0 {
+                memory.first = report;
+            }
+            let now = MemoryCategory::ALL.map(|category| report.of(category).now);
+            memory.of_ranks.push((peak, now.iter().sum()));
+            memory.largest = memory.largest.max(&report);
+            memory.peak = memory.peak.max(peak);
+        }
+        Ok(memory)
     }
 
     /// What the run will write of the whole model, with checkpoints of which the best is kept besides if it `keeps_best`.
-    pub(crate) fn space_needs<'a>(
-        &'a self,
-        save: &'a HfSave,
+    pub(crate) fn space_needs(
+        &self,
+        save: &HfSave,
         whole: &Parameters,
         keeps_best: bool,
-    ) -> Result<Vec<SpaceNeed<'a>>> {
+    ) -> Result<Vec<SpaceNeed>> {
         let mut needs = vec![save.space_need(whole)?];
         let checkpoints = &self.training.checkpoints;
-        if let Some(dir) = &checkpoints.save_dir {
+        let best = self.training.folder_of_best()?;
+        let folder = match (&checkpoints.save_dir, best) {
+            (Some(dir), _) => Some((dir.clone(), checkpoints.keep)),
+            (None, best) => best.map(|dir| (dir, 1)),
+        };
+        if let Some((dir, keep)) = folder {
             // Masters besides.
             let num_kinds = 1 + AdamW(AdamWConfig::default()).state_names().len();
             needs.push(CheckpointSaver::space_need(
                 dir,
-                checkpoints.keep + usize::from(keeps_best),
-                num_kinds * whole.num_trainable_values(),
+                keep + usize::from(keeps_best),
+                num_kinds.saturating_mul(whole.num_trainable_values()),
                 &save.sidecars,
             ));
         }

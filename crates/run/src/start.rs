@@ -104,7 +104,6 @@ impl InitialWeights {
     pub fn whole(&self, spec: &RunSpec, base_model: Option<&str>) -> Result<ModelPart> {
         let store = self.store(spec, base_model)?.without_values();
         let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default())?;
-        // Zeros cost nothing until they are written to.
         let dtype = spec.training.layout.dtype();
         let vb = store.builder(dtype, &Device::Cpu);
         CausalLm::part(&spec.config, &mesh, &vb)

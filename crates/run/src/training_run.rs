@@ -192,8 +192,8 @@ impl TrainingRun<'_> {
         })
     }
 
-    /// Checks, once it is known where the model will be, that there is room for what the run holds and writes, says what it will do, and what
-    /// it will hold.
+    /// Checks, once it is known where the model will be, where the steps are written to and that there is memory, says what the run will do, and
+    /// what it will hold.
     pub(crate) fn check_start(
         &self,
         settled: &Settled,
@@ -213,11 +213,7 @@ impl TrainingRun<'_> {
     }
 
     /// What the run will write.
-    pub(crate) fn space_needs<'a>(
-        &'a self,
-        save: &'a HfSave,
-        whole: &Parameters,
-    ) -> Result<Vec<SpaceNeed<'a>>> {
+    pub(crate) fn space_needs(&self, save: &HfSave, whole: &Parameters) -> Result<Vec<SpaceNeed>> {
         let keeps_best = self.data.eval_samples.is_some();
         self.spec.space_needs(save, whole, keeps_best)
     }
@@ -234,8 +230,7 @@ impl TrainingRun<'_> {
             .then(|| settled.save.check_output())
             .transpose()?;
         if let Some(claimed) = &claimed {
-            let (whole, _) = self.check_start(&settled, claimed.place())?;
-            check_free_space(&self.space_needs(&settled.save, &whole)?)?;
+            self.check_start(&settled, claimed.place())?;
         }
         let folders = [
             ("--model", self.initial_weights.folder()),
@@ -398,7 +393,8 @@ impl TrainingRun<'_> {
             resumed.position
         });
         let resumed_at = position.is_some().then(|| trainer.step());
-        match self.logs(&mesh.world, &name, resumed_at) {
+        let params = trainer.part().params();
+        match self.logs(&mesh.world, save, params, &name, resumed_at) {
             Ok(logs) => {
                 let logs = logs.into_iter().flatten();
                 logs.for_each(|log| self.observers.push(Box::new(log)));
@@ -454,14 +450,18 @@ impl TrainingRun<'_> {
         })
     }
 
-    /// Opens, on the first rank, what the steps of the run are written to. Every rank must call it.
+    /// Checks, on the first rank, that there is room for what the run saves, when what earlier ones have left is gone, and opens what the
+    /// steps of it are written to. Every rank must call it.
     fn logs(
         &self,
         world: &ProcessGroup,
+        save: &HfSave,
+        params: &Parameters,
         run: &str,
         resumed_at: Option<usize>,
     ) -> Result<Option<Vec<Log>>> {
         let open = || -> Result<Vec<Log>> {
+            check_free_space(&self.space_needs(save, params)?)?;
             let of = self.metrics_of(run, resumed_at.is_some());
             self.spec
                 .training

@@ -264,6 +264,15 @@ impl Samples {
         self.starts.len() - 1
     }
 
+    /// Tokens of the longest of them.
+    pub fn longest(&self) -> usize {
+        let lens = (0..self.len()).map(|index| {
+            let pieces = self.pieces_of(index).iter();
+            pieces.map(|piece| piece.len as usize).sum()
+        });
+        lens.max().unwrap_or(0)
+    }
+
     /// Always false: data without a sample is an error in [`Samples::new`].
     pub fn is_empty(&self) -> bool {
         self.len() == 0

@@ -65,7 +65,7 @@ impl TensorBoard {
         Ok(events)
     }
 
-    /// Checks that this run can write to the folder `dir`, which is there, without changing anything.
+    /// Checks that this run can write to the folder `dir`, or make it, without changing anything.
     ///
     /// # Errors
     /// Another run writes there, whose process is named; it is no folder or cannot be written to.

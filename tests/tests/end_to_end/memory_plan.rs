@@ -250,11 +250,16 @@ impl Case {
                 )
         };
         let waiting_bytes = |block, waiting| {
-            let (tp, recompute) = (self.degrees.tp, self.recompute);
-            SEQ_LEN
-                * CausalLm::waiting_bytes_of_block(
-                    &config, block, self.dtype, tp, recompute, waiting,
-                )
+            let of_token = CausalLm::waiting_bytes_of_block(
+                &config,
+                block,
+                self.dtype,
+                self.degrees.tp,
+                self.recompute,
+                matches!(self.trained, Trained::Lora(_)),
+                waiting,
+            );
+            SEQ_LEN * of_token
         };
         let trains = self.trained != Trained::Nothing;
         let plan = match trains {

@@ -86,7 +86,7 @@ fn what_is_told_is_what_is_done_on_any_layout_and_nothing_is_written() {
         assert_eq!(told["trained_parameters"], trained, "{flags}");
         let lines = metrics(&metrics_file);
         let steps = lines.iter().filter_map(|line| line["step"].as_u64());
-        let steps = steps.last().unwrap() + 1;
+        let steps = steps.max().unwrap() + 1;
         assert_eq!(told["steps"], steps, "{flags}");
         let held = &lines.iter().find(|line| line.contains_key("memory"));
         let held = held.unwrap()["memory"].as_object().unwrap();
@@ -235,4 +235,117 @@ fn of_several_processes_one_tells_it() {
             outcome.assert_error(&["mpi"]);
         }
     }
+}
+
+/// Refusals of a start that come when its data is read, or its checkpoint is.
+#[test]
+fn what_a_start_finds_late_is_told_too() {
+    let workspace = Workspace::new();
+    let saves = workspace.path("saves");
+    let program = workspace.finetune().flag("--save-dir", saves.display());
+    program.clone().flag("--save-every", 1).succeeds();
+    let output = workspace.path("more");
+    let again = program.flag("--output", output.display());
+    let refused = |program: Program, part: &str| {
+        let told = program.clone().switch("--dry-run").run();
+        told.assert_error(&[part]);
+        let done = program.run();
+        let said = done.stderr.replace("rank 0: ", "");
+        assert_eq!((told.code, told.stderr), (done.code, said));
+    };
+    let first = saves.join("step-000001");
+    let earlier = again.clone().flag("--resume", first.display());
+    refused(earlier, "is newer than the checkpoint after step 1");
+    let latest = again.flag("--resume", "latest").switch("--resume-anyway");
+    let frozen = latest.flag("--freeze", "embed_tokens");
+    refused(frozen, "embed_tokens.weight is trained in the checkpoint");
+    fs::write(workspace.path("file"), "").unwrap();
+    let place = workspace.path("file/x");
+    for flag in ["--metrics", "--trace", "--tensorboard"] {
+        let program = workspace.finetune().flag(flag, place.display());
+        refused(program, "file/x");
+    }
+}
+
+#[test]
+fn a_model_that_lacks_files_is_checked_as_far_as_they_do_not_matter() {
+    let workspace = Workspace::new();
+    workspace.finetune().succeeds();
+    fs::remove_file(workspace.model("model.safetensors")).unwrap();
+    // Of this run, as far as can be known.
+    let program = workspace.finetune().without("--overwrite");
+    let with_tokens = program.clone().switch("--dry-run").succeeds().stdout;
+    fs::remove_file(workspace.model("tokenizer.json")).unwrap();
+    let without = program.clone().switch("--dry-run").succeeds().stdout;
+    let room = |said: &str| {
+        let mut lines = said.lines();
+        let room = lines.find_map(|line| line.strip_prefix("room for the model: "));
+        let words: Vec<&str> = room.unwrap().split(' ').collect();
+        words[0].parse::<f64>().unwrap()
+    };
+    let saved = fs::metadata(workspace.output().join("model.safetensors")).unwrap();
+    for said in [with_tokens, without] {
+        let kilobytes = saved.len() as f64 / 1e3;
+        assert!((room(&said) / kilobytes - 1.0).abs() < 0.2, "{said}");
+    }
+    fs::write(workspace.path("file"), "").unwrap();
+    let place = workspace.path("file/x");
+    for flag in [
+        "--metrics",
+        "--trace",
+        "--tensorboard",
+        "--save-dir",
+        "--eval-data",
+    ] {
+        let program = program
+            .clone()
+            .switch("--dry-run")
+            .flag(flag, place.display());
+        program.run().assert_error(&["file"]);
+    }
+    // A fetch that was broken off.
+    let index = r#"{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}"#;
+    fs::write(workspace.model("model.safetensors.index.json"), index).unwrap();
+    program.switch("--dry-run").succeeds();
+}
+
+#[test]
+fn best_weights_that_are_kept_beside_the_output_take_room() {
+    let workspace = Workspace::new();
+    let program = workspace.finetune().flag("--eval-fraction", "0.1");
+    let program = program.flag("--eval-every", 1).flag("--patience", 2);
+    let said = program.switch("--dry-run").succeeds().stdout;
+    assert!(said.contains("\nroom for checkpoints: "), "{said}");
+    assert!(said.contains(".output.best"), "{said}");
+}
+
+/// Of one replica is counted what its ranks hold together, and not the largest rank times their number.
+#[test]
+fn the_memory_of_a_machine_is_that_of_its_ranks_together() {
+    let workspace = Workspace::new();
+    workspace.edit_config(|config| {
+        config["hidden_size"] = 2048.into();
+        config["intermediate_size"] = 5632.into();
+        config["num_hidden_layers"] = 16.into();
+        config["vocab_size"] = 32_000.into();
+        config["head_dim"] = serde_json::Value::Null;
+    });
+    for name in ["model.safetensors", "tokenizer.json"] {
+        fs::remove_file(workspace.model(name)).unwrap();
+    }
+    let program = workspace.finetune().switch("--dry-run").flag("--dp", 1);
+    let program = program.flag("--micro-batch-size", 1).flag("--tp", 1);
+    let peak = |pp: usize| {
+        let said = program.clone().flag("--pp", pp).run();
+        let said = format!("{}{}", said.stdout, said.stderr);
+        let (_, after) = said
+            .split_once("expected at a time: ")
+            .unwrap_or_else(|| panic!("{said}"));
+        let peak = after.split(' ').next().unwrap().parse::<f64>().unwrap();
+        (peak, said.contains("error:"))
+    };
+    let ((whole, is_refused), (part, is_part_refused)) = (peak(1), peak(16));
+    // All together hold a little more than one.
+    assert!(part * 16.0 > 1.3 * whole, "{part} {whole}");
+    assert_eq!(is_refused, is_part_refused);
 }

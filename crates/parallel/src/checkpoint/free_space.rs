@@ -2,23 +2,23 @@
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
 use nix::sys::statvfs::statvfs;
 
 /// What something will take in a folder, which need not exist yet.
-#[derive(Clone, Copy, Debug)]
-pub struct SpaceNeed<'a> {
+#[derive(Clone, Debug)]
+pub struct SpaceNeed {
     /// The folder.
-    pub folder: &'a Path,
+    pub folder: PathBuf,
     /// What is to be written there at most, beside what is there already.
     pub num_bytes: u64,
     /// What that is, in words.
-    pub what: &'a str,
+    pub what: &'static str,
 }
 
-impl SpaceNeed<'_> {
+impl SpaceNeed {
     /// What this process may write to the file system of the folder, if that tells it.
     pub fn free_bytes(&self) -> Option<u64> {
         let existing = self.folder.ancestors().find(|dir| dir.exists());
@@ -36,12 +36,12 @@ impl SpaceNeed<'_> {
 /// # Errors
 /// A file system with less room, with the numbers.
 pub fn check_free_space(needs: &[SpaceNeed]) -> Result<()> {
-    let mut by_device: BTreeMap<u64, Vec<SpaceNeed>> = BTreeMap::new();
+    let mut by_device: BTreeMap<u64, Vec<&SpaceNeed>> = BTreeMap::new();
     for need in needs {
         let existing = need.folder.ancestors().find_map(|dir| dir.metadata().ok());
         let existing = existing.or_else(|| Path::new(".").metadata().ok());
         if let Some(metadata) = existing {
-            by_device.entry(metadata.dev()).or_default().push(*need);
+            by_device.entry(metadata.dev()).or_default().push(need);
         }
     }
     for needs in by_device.values() {

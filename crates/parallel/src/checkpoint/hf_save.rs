@@ -89,21 +89,24 @@ impl HfSave {
     /// That one.
     pub fn check_place(&self) -> Result<()> {
         let place = self.output.path();
-        let overwrite = self.overwrite || RunFile::read(place).is_some();
-        let any_run = Self {
-            overwrite,
+        self.of_any_run().check_replaceable(place, &[])
+    }
+
+    /// The same save, to which the model of any run gives way.
+    pub fn of_any_run(&self) -> Self {
+        Self {
+            overwrite: self.overwrite || RunFile::read(self.output.path()).is_some(),
             ..self.clone()
-        };
-        any_run.check_replaceable(place, &[])
+        }
     }
 
     /// What the model takes, beside the one that it replaces: for [`check_free_space`](super::check_free_space).
     ///
     /// # Errors
     /// As [`Self::num_bytes`].
-    pub fn space_need(&self, params: &Parameters) -> Result<SpaceNeed<'_>> {
+    pub fn space_need(&self, params: &Parameters) -> Result<SpaceNeed> {
         Ok(SpaceNeed {
-            folder: self.output.path(),
+            folder: self.output.path().to_path_buf(),
             num_bytes: self.num_bytes(params)?,
             what: "the model",
         })

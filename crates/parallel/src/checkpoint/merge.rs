@@ -43,7 +43,7 @@ pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Re
     let tensors = model.tensors().keys().map(plan).collect::<Result<_>>()?;
     let plan = SavePlan::of_tensors(tensors, save.max_file_bytes);
     check_free_space(&[SpaceNeed {
-        folder: save.output.path(),
+        folder: save.output.path().to_path_buf(),
         num_bytes: save.num_bytes_of(&plan)?,
         what: "the model",
     }])?;

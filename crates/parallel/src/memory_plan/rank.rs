@@ -227,6 +227,11 @@ impl<'a> PlannedRank<'a> {
                             self.held.hold(activations, waiting);
                         }
                     }
+                    // The gradient for the block before it.
+                    if block > self.num_frozen {
+                        self.held.hold(activations, passes.border_bytes);
+                        self.held.free(activations, passes.border_bytes);
+                    }
                 }
             }
             Instruction::WeightGrad(_) => {
@@ -244,9 +249,11 @@ impl<'a> PlannedRank<'a> {
     /// What waits for the weight half of a block.
     fn waiting_bytes(&self, passes: &PlannedPasses<'_>, block: usize) -> usize {
         let mut params = self.spec.params.iter();
-        let is_trained = params.any(|param| param.trainable && param.blocks.contains(&block));
+        // Of vectors nothing is kept that counts.
+        let has_jobs = params
+            .any(|param| param.trainable && param.shape.len() > 1 && param.blocks.contains(&block));
         let early = passes.plan.early(self.groups.shards_gradients());
-        match is_trained {
+        match has_jobs {
             true => (passes.waiting_bytes)(
                 block,
                 Waiting {

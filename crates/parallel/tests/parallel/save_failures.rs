@@ -221,8 +221,8 @@ fn a_disk_without_room_is_known_before() {
                 &place,
             ],
         );
-        let half = |folder| SpaceNeed {
-            folder,
+        let half = |folder: &Path| SpaceNeed {
+            folder: folder.to_path_buf(),
             num_bytes: 130_000,
             what: "a half",
         };

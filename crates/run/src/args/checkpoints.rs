@@ -113,7 +113,7 @@ impl CheckpointArgs {
                 None => refuse_set_aside(dir, true),
             },
             (Some(dir), _) => CheckpointManifest::read(dir).map(drop),
-            (None, Some(dir)) => CheckpointSaver::check_empty(dir),
+            (None, Some(dir)) => CheckpointSaver::check_folder(dir, None),
             (None, None) => Ok(()),
         }
     }

@@ -127,13 +127,13 @@ impl Choice for DType {
             Self::BF16,
             "bf16",
             BF16,
-            "16-bit floats with the range of f32; while training sums, gradients and the optimizer's copy of the weights stay f32",
+            "16-bit floats with the range of f32",
         ),
         named(
             Self::F16,
             "f16",
             F16,
-            "16-bit floats of a small range and three bits more, trained with dynamic loss scaling; the same stays f32",
+            "16-bit floats of a small range and three bits more",
         ),
     ];
 }

@@ -65,7 +65,8 @@ pub struct LayoutArgs {
     /// What to compute again in the backward pass instead of keeping it: less memory, the same bits
     #[arg(long, default_value = "none")]
     pub recompute: RecomputeChoice,
-    /// Type of weights and activations while training [default: bf16 on GPUs without --matmul-precision, else f32]
+    /// Type of weights and activations while training; sums, gradients and the optimizer's copy of the weights stay f32, and f16 has dynamic
+    /// loss scaling [default: bf16 on GPUs without --matmul-precision, else f32]
     #[arg(long, ignore_case = true, value_parser = choice::<DType>(), default_value_ifs = [
         ("bf16", ArgPredicate::IsPresent, "bf16"),
         ("fp16", ArgPredicate::IsPresent, "f16"),

@@ -117,10 +117,8 @@ impl LogArgs {
         of: MetricsOf,
     ) -> Result<()> {
         self.check_places(output)?;
-        if let Some(dir) = &self.tensorboard
-            && dir.exists()
-        {
-            if !dir.is_dir() {
+        if let Some(dir) = &self.tensorboard {
+            if dir.exists() && !dir.is_dir() {
                 bail!("--tensorboard {} is no folder", dir.display());
             }
             TensorBoard::check(dir)?;

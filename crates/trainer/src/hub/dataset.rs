@@ -10,6 +10,7 @@ use super::fetch_lock::FetchLock;
 use super::repo_spec::RepoKind;
 use super::snapshot::Snapshots;
 use super::{HubConfig, RepoSpec};
+use crate::counted::counted;
 use crate::few::few;
 use crate::file_format::{ENDINGS, FileFormat};
 
@@ -91,9 +92,20 @@ fn fetch_dataset(
         let is_there = !taken.is_empty() && taken.iter().all(|file| dir.join(file).exists());
         is_there.then_some((commit, files))
     };
+    let warn = |(commit, files): &(String, Vec<String>)| {
+        if snapshots.listed(commit).is_none() {
+            tracing::warn!(
+                "the cache has {} of dataset {spec}, which another program has fetched; whether the hub has more is not known",
+                counted(files.len(), "file")
+            );
+        }
+    };
     if config.offline {
         return match cached(true) {
-            Some(cached) => Ok(cached),
+            Some(cached) => {
+                warn(&cached);
+                Ok(cached)
+            }
             None => bail!(
                 "dataset {spec} is not complete in the cache {:?}, and HF_HUB_OFFLINE forbids to fetch it\nhint: unset HF_HUB_OFFLINE for one run",
                 config.cache_dir
@@ -112,6 +124,7 @@ fn fetch_dataset(
                 "cannot reach {}; using {spec} as it is in the cache",
                 config.endpoint
             );
+            warn(&cached);
             return Ok(cached);
         }
         (Err(failure), _) => return Err(fetch.error("the list of files", failure)),

@@ -68,11 +68,12 @@ pub fn find_model(spec: &str) -> Option<PathBuf> {
     dir.join(REQUIRED_FILES[0]).is_file().then_some(dir)
 }
 
-/// Whether a folder has weights, or the list of the files that have them.
+/// Whether a folder has weights, whole.
 pub fn has_weights(dir: &Path) -> bool {
-    [WEIGHTS, WEIGHT_INDEX]
-        .iter()
-        .any(|name| dir.join(name).exists())
+    let index = dir.join(WEIGHT_INDEX);
+    dir.join(WEIGHTS).exists()
+        || read_shard_names(&index)
+            .is_ok_and(|shards| shards.iter().all(|shard| dir.join(shard).exists()))
 }
 
 fn local_dir(spec: &str) -> Result<Option<PathBuf>> {

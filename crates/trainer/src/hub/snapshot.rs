@@ -3,6 +3,7 @@
 //! Layout of the standard cache: `models--org--name/refs/REVISION` holds a commit, `snapshots/COMMIT/FILE` is a link into
 //! `blobs/`, and `.no_exist/COMMIT/FILE` records that the commit has no such file.
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -132,11 +133,14 @@ impl Snapshots {
                     folders.push(path);
                 } else if path.exists() {
                     files.push(path.strip_prefix(&root).ok()?.to_str()?.to_string());
+                } else {
+                    // Its content was not fetched, or was removed.
+                    return None;
                 }
             }
         }
         files.sort();
-        Some(files)
+        has_all_parts(&files).then_some(files)
     }
 
     /// Records the files of `commit`. Failing to costs a request next time, nothing else.
@@ -156,4 +160,23 @@ impl Snapshots {
     fn absence(&self, commit: &str, file: &str) -> PathBuf {
         self.dir.join(".no_exist").join(commit).join(file)
     }
+}
+
+/// Whether of files that are named as parts of a whole, such as `train-00000-of-00002.parquet`, none is missing.
+fn has_all_parts(files: &[String]) -> bool {
+    let part = |file: &String| {
+        let (before, after) = file.rsplit_once("-of-")?;
+        let (name, _) = before.rsplit_once('-')?;
+        let digits = after.split(|c: char| !c.is_ascii_digit()).next()?;
+        let number: usize = digits.parse().ok()?;
+        Some((format!("{name}{}", &after[digits.len()..]), number))
+    };
+    let mut parts: BTreeMap<String, (usize, usize)> = BTreeMap::new();
+    for (name, number) in files.iter().filter_map(part) {
+        let (found, expected) = parts.entry(name).or_default();
+        *found += 1;
+        *expected = number.max(*expected);
+    }
+    let mut parts = parts.values();
+    parts.all(|(found, expected)| found >= expected)
 }

@@ -25,7 +25,7 @@ impl TrainingCheckpoint {
         let model = self.saved_model(source)?;
         let plan = SavePlan::new(&model, save.dtype, save.max_file_bytes)?;
         check_free_space(&[SpaceNeed {
-            folder: save.output.path(),
+            folder: save.output.path().to_path_buf(),
             num_bytes: save.num_bytes_of(&plan)?,
             what: "the model",
         }])?;

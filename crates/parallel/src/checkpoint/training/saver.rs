@@ -156,12 +156,13 @@ impl CheckpointSaver {
         CheckpointFolder::new(dir).check_free()
     }
 
-    /// What [`Self::new`] would say of the folder of a run that begins: there are checkpoints in it already.
+    /// What [`Self::new`] would say of the checkpoints in a folder: that there are some already, where a run begins, or others than those of the run
+    /// that goes on.
     ///
     /// # Errors
     /// That, and a folder that cannot be read.
-    pub fn check_empty(dir: &Path) -> Result<()> {
-        check_checkpoints(&CheckpointFolder::new(dir), None)
+    pub fn check_folder(dir: &Path, resumed: Option<&TrainingCheckpoint>) -> Result<()> {
+        check_checkpoints(&CheckpointFolder::new(dir), resumed)
     }
 
     /// Gives a run that begins this name, the same on every rank, in place of a random one.
@@ -193,21 +194,21 @@ impl CheckpointSaver {
     /// What the checkpoints of a run take in `dir` beside those that are there: as many as are kept, and the one that is written before the
     /// oldest is removed, each with so many f32 values, masters and state, and sidecars. For
     /// [`check_free_space`](crate::checkpoint::check_free_space).
-    pub fn space_need<'a>(
-        dir: &'a Path,
+    pub fn space_need(
+        dir: PathBuf,
         num_kept: usize,
         num_values: usize,
         sidecars: &[(String, Vec<u8>)],
-    ) -> SpaceNeed<'a> {
-        let there = CheckpointFolder::new(dir)
+    ) -> SpaceNeed {
+        let there = CheckpointFolder::new(&dir)
             .steps()
             .map_or(0, |steps| steps.len());
-        let more = (num_kept + 1).saturating_sub(there) as u64;
+        let more = num_kept.saturating_add(1).saturating_sub(there) as u64;
         let sidecars = sidecars.iter().map(|(_, content)| content.len());
         let sidecars = sidecars.sum::<usize>() as u64;
         SpaceNeed {
             folder: dir,
-            num_bytes: more * (4 * num_values as u64 + sidecars),
+            num_bytes: more.saturating_mul((num_values as u64).saturating_mul(4) + sidecars),
             what: "checkpoints",
         }
     }
