@@ -101,7 +101,7 @@ impl Start for FromCheckpoint {
         let config = run.start.config(&dir, &mut sidecars)?;
         let mut inputs = vec![dir.clone()];
         inputs.extend(run.start.adapters.adapter.clone());
-        let weights = match needs_weights || has_weights(&dir) {
+        let weights = match needs_weights || has_weights(named, &dir) {
             true => InitialWeights::Checkpoint(dir.clone()),
             false => InitialWeights::Random,
         };

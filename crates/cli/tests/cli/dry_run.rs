@@ -248,7 +248,7 @@ fn what_a_start_finds_late_is_told_too() {
     let again = program.flag("--output", output.display());
     let refused = |program: Program, part: &str| {
         let told = program.clone().switch("--dry-run").run();
-        told.assert_error(&[part]);
+        assert!(told.stderr.contains(part), "{}", told.stderr);
         let done = program.run();
         let said = done.stderr.replace("rank 0: ", "");
         assert_eq!((told.code, told.stderr), (done.code, said));
@@ -303,10 +303,18 @@ fn a_model_that_lacks_files_is_checked_as_far_as_they_do_not_matter() {
             .flag(flag, place.display());
         program.run().assert_error(&["file"]);
     }
-    // A fetch that was broken off.
+    // A folder that was copied in part.
     let index = r#"{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}"#;
     fs::write(workspace.model("model.safetensors.index.json"), index).unwrap();
-    program.switch("--dry-run").succeeds();
+    let part = "model-00001-of-00002.safetensors";
+    fs::copy(
+        super::folder::fixture("gqa").join("model/tokenizer.json"),
+        workspace.model("tokenizer.json"),
+    )
+    .unwrap();
+    let told = program.clone().switch("--dry-run").run();
+    told.assert_error(&[part]);
+    program.run().assert_error(&[part]);
 }
 
 #[test]

@@ -452,7 +452,7 @@ fn interleaved_zb_h1_is_that_of_torch() {
         v: 2,
         m: 8,
     };
-    assert_eq!(read, plan(case));
+    assert_eq!(read.ranks(), plan(case).ranks());
     assert_eq!(Plan::from_csv(&read.to_csv()).unwrap(), read);
 }
 

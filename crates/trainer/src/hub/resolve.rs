@@ -1,5 +1,6 @@
 //! From what the user typed to a folder with a checkpoint.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
@@ -68,12 +69,13 @@ pub fn find_model(spec: &str) -> Option<PathBuf> {
     dir.join(REQUIRED_FILES[0]).is_file().then_some(dir)
 }
 
-/// Whether a folder has weights, whole.
-pub fn has_weights(dir: &Path) -> bool {
+/// Whether weights are in `dir`, which is that of the model `spec`: in a folder of one's own they are, or what is there is damaged, if one file
+/// tells so; in the cache a part of them may have been fetched.
+pub fn has_weights(spec: &str, dir: &Path) -> bool {
     let index = dir.join(WEIGHT_INDEX);
-    dir.join(WEIGHTS).exists()
-        || read_shard_names(&index)
-            .is_ok_and(|shards| shards.iter().all(|shard| dir.join(shard).exists()))
+    let are_there = |shards: BTreeSet<String>| shards.iter().all(|shard| dir.join(shard).exists());
+    let has_all = || Path::new(spec).is_dir() || read_shard_names(&index).is_ok_and(are_there);
+    dir.join(WEIGHTS).exists() || index.exists() && has_all()
 }
 
 fn local_dir(spec: &str) -> Result<Option<PathBuf>> {
