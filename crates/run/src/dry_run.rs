@@ -51,11 +51,14 @@ impl DryRun {
         observers: &Observers,
     ) -> Result<Self> {
         let Opened {
-            spec, ranks, model, ..
+            spec,
+            ranks,
+            model,
+            whole,
+            ..
         } = opened;
         let training = &spec.training;
         let steps = training.batches.steps;
-        let whole = model.weights.whole(spec, model.name.as_deref())?;
         let save = training.output.hf_save(None, model.sidecars.clone());
         let save = match model.weights.folder() {
             None if !spec.lora.is_given() => in_dtype_of_config(save),
@@ -80,14 +83,14 @@ impl DryRun {
         let described = training.describe(None, steps, ranks);
         observers.note(format!("{title}: {described}"));
         observers.note("the data is not read: the model has no tokenizer.json");
-        let memory = spec.announce(whole.params(), ranks, observers)?;
-        let needs = spec.space_needs(&save, whole.params(), training.evaluation.has_data())?;
+        let memory = spec.announce(whole, ranks, observers)?;
+        let needs = spec.space_needs(&save, whole, training.evaluation.has_data())?;
         tell_space(&needs, observers);
         if ranks.is_first() {
             check_free_space(&needs)?;
         }
         observers.note(DONE);
-        Ok(Self::new(steps, whole.params(), &memory))
+        Ok(Self::new(steps, whole, &memory))
     }
 }
 
@@ -108,10 +111,8 @@ impl TrainingRun<'_> {
         let mut settled = self.settle()?;
         let mut num_steps = settled.train.lr_schedule.num_steps;
         if !self.ranks.is_first() {
-            let base_model = self.base_model.as_deref();
-            let whole = self.initial_weights.whole(&self.spec, base_model)?;
             let memory = self.spec.memory(&self.spec.model()?)?;
-            return Ok(DryRun::new(Some(num_steps), whole.params(), &memory));
+            return Ok(DryRun::new(Some(num_steps), &self.whole, &memory));
         }
         // Without weights it is not known which run this is.
         let is_known = self.initial_weights.folder().is_some() || self.base_model.is_none();
@@ -122,7 +123,7 @@ impl TrainingRun<'_> {
             }
         }
         let output = settled.save.look()?;
-        let (whole, memory) = self.check_start(&settled, &output)?;
+        let memory = self.check_start(&settled, &output)?;
         let is_restart = self.ranks.env.num_restarts() > 0;
         let alone = ProcessGroup::single(Device::Cpu);
         let resumed = match is_known {
@@ -130,18 +131,18 @@ impl TrainingRun<'_> {
             false => None,
         };
         if let Some(resumed) = &resumed {
-            resumed.checkpoint.check_model(&whole)?;
+            resumed.checkpoint.check_model(&self.whole)?;
             num_steps = self.num_steps(&settled.train, resumed)?;
         }
         if is_known {
             let resumed = resumed.as_ref().map(|resumed| &resumed.checkpoint);
             check_folders(&self.spec.training, resumed)?;
         }
-        let needs = self.space_needs(&settled.save, &whole)?;
+        let needs = self.space_needs(&settled.save)?;
         tell_space(&needs, &self.observers);
         check_free_space(&needs)?;
         self.observers.note(DONE);
-        Ok(DryRun::new(Some(num_steps), &whole, &memory))
+        Ok(DryRun::new(Some(num_steps), &self.whole, &memory))
     }
 }
 

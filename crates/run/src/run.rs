@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use candle_comm::RunConfig;
 use candle_core::{Device, Error, Result, bail};
 use candle_launch::NEEDS_MPI_EXIT_CODE;
+use candle_parallel::Parameters;
 use candle_train_models::ModelConfig;
 use candle_trainer::{TokenCache, Tokenizer};
 use clap::{Args, Command};
@@ -249,8 +250,9 @@ impl<S: Start> Run<S> {
         if let Some(tokenizer) = &tokenizer {
             self.samples.check(tokenizer, &spec.config)?;
         }
-        model.weights.whole(&spec, model.name.as_deref())?;
+        let whole = model.weights.whole(&spec, model.name.as_deref())?;
         Ok(Opened {
+            whole: whole.params().clone(),
             spec,
             ranks,
             model,
@@ -270,6 +272,7 @@ impl<S: Start> Run<S> {
             mut spec,
             ranks,
             model,
+            whole,
             tokenizer,
         } = opened;
         let Some(tokenizer) = tokenizer else {
@@ -302,6 +305,7 @@ impl<S: Start> Run<S> {
             data,
             base_model: name,
             initial_weights: weights,
+            whole,
             again: self.to_repeat(&spec.training)?,
             shared: self.shared()?,
             file: self.file.clone(),
@@ -406,6 +410,8 @@ pub(crate) struct Opened {
     pub spec: RunSpec,
     pub ranks: RunConfig,
     pub model: StartModel,
+    /// The parameters of the whole model, without values.
+    pub whole: Parameters,
     pub tokenizer: Option<Tokenizer>,
 }
 

@@ -80,9 +80,9 @@ pub(crate) struct RanksMemory {
 impl RanksMemory {
     /// What these ranks of `degrees` hold together: the sum of their peaks, and what they hold at the peak of one of them at least.
     pub fn of(&self, ranks: Range<usize>, degrees: Degrees) -> (u64, u64) {
-        let Degrees { dp, cp, tp, .. } = degrees;
+        let Degrees { pp, dp, cp, tp } = degrees;
         let (mut peaks, mut between, mut most) = (0u64, 0u64, 0);
-        for rank in ranks {
+        for rank in ranks.start..ranks.end.min(pp * dp * cp * tp) {
             let like = rank / (dp * cp * tp) * tp + rank % tp;
             if let Some((peak, now)) = self.of_ranks.get(like) {
                 peaks = peaks.saturating_add(*peak);
@@ -289,11 +289,43 @@ impl RunSpec {
             let num_kinds = 1 + AdamW(AdamWConfig::default()).state_names().len();
             needs.push(CheckpointSaver::space_need(
                 dir,
-                keep + usize::from(keeps_best),
+                keep.saturating_add(usize::from(keeps_best)),
                 num_kinds.saturating_mul(whole.num_trainable_values()),
                 &save.sidecars,
             ));
         }
         Ok(needs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Degrees, MemoryReport, RanksMemory};
+
+    #[test]
+    fn ranks_together_hold_less_than_the_largest_times_their_number() {
+        let memory = RanksMemory {
+            first: MemoryReport::default(),
+            largest: MemoryReport::default(),
+            peak: 100,
+            // Two stages of two parts each.
+            of_ranks: vec![(100, 60), (90, 60), (40, 10), (30, 10)],
+        };
+        let degrees = Degrees {
+            pp: 2,
+            dp: 2,
+            tp: 2,
+            ..Degrees::default()
+        };
+        assert_eq!(memory.of(0..8, degrees), (520, 280 + 40));
+        // The second host of two: the last stage, of both replicas.
+        assert_eq!(memory.of(4..8, degrees), (140, 40 + 30));
+        // The workers behind two parameter servers are unknown.
+        let servers = Degrees {
+            dp: 2,
+            ..Degrees::default()
+        };
+        assert_eq!(memory.of(0..2, servers), (200, 120 + 40));
+        assert_eq!(memory.of(2..4, servers), (0, 0));
     }
 }

@@ -46,6 +46,8 @@ pub struct TrainingRun<'o> {
     /// What may stop it; the time counts since the program began.
     pub(crate) stop: Stop,
     pub(crate) initial_weights: InitialWeights,
+    /// The parameters of the whole model, without values.
+    pub(crate) whole: Parameters,
     /// The model that is trained, as its user calls it.
     pub(crate) base_model: Option<String>,
     pub(crate) tokenizer: Tokenizer,
@@ -194,11 +196,7 @@ impl TrainingRun<'_> {
 
     /// Checks, once it is known where the model will be, where the steps are written to and that there is memory, says what the run will do, and
     /// what it will hold.
-    pub(crate) fn check_start(
-        &self,
-        settled: &Settled,
-        output: &Path,
-    ) -> Result<(Parameters, RanksMemory)> {
+    pub(crate) fn check_start(&self, settled: &Settled, output: &Path) -> Result<RanksMemory> {
         let (training, ranks) = (&self.spec.training, &self.ranks);
         let num_steps = settled.train.lr_schedule.num_steps;
         let noted = (training.checkpoints).noted(ranks.env.num_restarts() > 0);
@@ -206,16 +204,13 @@ impl TrainingRun<'_> {
         let steps = (noted.map(|noted| noted.step), num_steps);
         training.logs.check(output, steps, of)?;
         self.announce_start(&settled.train);
-        let base_model = self.base_model.as_deref();
-        let whole = self.initial_weights.whole(&self.spec, base_model)?;
-        let memory = self.spec.announce(whole.params(), ranks, &self.observers)?;
-        Ok((whole.params().clone(), memory))
+        self.spec.announce(&self.whole, ranks, &self.observers)
     }
 
     /// What the run will write.
-    pub(crate) fn space_needs(&self, save: &HfSave, whole: &Parameters) -> Result<Vec<SpaceNeed>> {
+    pub(crate) fn space_needs(&self, save: &HfSave) -> Result<Vec<SpaceNeed>> {
         let keeps_best = self.data.eval_samples.is_some();
-        self.spec.space_needs(save, whole, keeps_best)
+        self.spec.space_needs(save, &self.whole, keeps_best)
     }
 
     /// Checks what can be checked, trains and saves: how it ended, and whether a failure is another rank's.
@@ -393,8 +388,7 @@ impl TrainingRun<'_> {
             resumed.position
         });
         let resumed_at = position.is_some().then(|| trainer.step());
-        let params = trainer.part().params();
-        match self.logs(&mesh.world, save, params, &name, resumed_at) {
+        match self.logs(&mesh.world, save, &name, resumed_at) {
             Ok(logs) => {
                 let logs = logs.into_iter().flatten();
                 logs.for_each(|log| self.observers.push(Box::new(log)));
@@ -456,12 +450,11 @@ impl TrainingRun<'_> {
         &self,
         world: &ProcessGroup,
         save: &HfSave,
-        params: &Parameters,
         run: &str,
         resumed_at: Option<usize>,
     ) -> Result<Option<Vec<Log>>> {
         let open = || -> Result<Vec<Log>> {
-            check_free_space(&self.space_needs(save, params)?)?;
+            check_free_space(&self.space_needs(save)?)?;
             let of = self.metrics_of(run, resumed_at.is_some());
             self.spec
                 .training

@@ -14,6 +14,9 @@ use jiff::Timestamp;
 
 use crate::commands::inspect_model::{Wanted, inspect_model, lora_in_words};
 
+/// How often a folder is looked at before it has nothing.
+const LOOKS: usize = 3;
+
 /// Print what a model is and what training it takes, what an adapter is, what a checkpoint of a run holds, or which checkpoints a folder has
 #[derive(Args, Debug)]
 pub(crate) struct Inspect {
@@ -38,8 +41,11 @@ impl Inspect {
         }
         let manifest = CheckpointManifest::read(dir);
         let (mut inside, mut aside) = (Vec::new(), Vec::new());
-        if manifest.is_err() {
-            (inside, aside) = (checkpoints_in(dir)?, set_aside_in(dir)?);
+        // While a run puts a new one in the place of its last, a list may have neither.
+        for _ in 0..LOOKS {
+            if manifest.is_err() && inside.is_empty() && aside.is_empty() {
+                (inside, aside) = (checkpoints_in(dir)?, set_aside_in(dir)?);
+            }
         }
         let is_empty = inside.is_empty() && aside.is_empty();
         let is_checkpoint = CheckpointManifest::is_in(dir) || is_named_as_checkpoint(dir);

@@ -326,9 +326,16 @@ fn best_weights_that_are_kept_beside_the_output_take_room() {
     let workspace = Workspace::new();
     let program = workspace.finetune().flag("--eval-fraction", "0.1");
     let program = program.flag("--eval-every", 1).flag("--patience", 2);
-    let said = program.switch("--dry-run").succeeds().stdout;
+    let program = program.switch("--dry-run");
+    let said = program.clone().succeeds().stdout;
     assert!(said.contains("\nroom for checkpoints: "), "{said}");
     assert!(said.contains(".output.best"), "{said}");
+    // More than any number of bytes.
+    let saves = workspace.path("saves").display().to_string();
+    let program = program.flag("--save-dir", saves).flag("--keep", i64::MAX);
+    program
+        .run()
+        .assert_error(&["not enough space", "checkpoints"]);
 }
 
 /// Of one replica is counted what its ranks hold together, and not the largest rank times their number.

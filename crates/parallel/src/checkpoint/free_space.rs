@@ -45,7 +45,8 @@ pub fn check_free_space(needs: &[SpaceNeed]) -> Result<()> {
         }
     }
     for needs in by_device.values() {
-        let needed = needs.iter().map(|need| need.num_bytes).sum();
+        let bytes = needs.iter().map(|need| need.num_bytes);
+        let needed = bytes.fold(0, u64::saturating_add);
         match needs[0].free_bytes() {
             Some(free) if free < needed => {
                 let places: Vec<String> = needs

@@ -1,14 +1,17 @@
 //! Values of flags that are names.
 
+use std::fmt::Debug;
+
 use candle_core::DType;
 use candle_ops::MatmulPrecision;
 use candle_parallel::{ContextMethod, Recompute, ReduceType, Schedule, WeightFormat};
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use serde::Serializer;
+use serde::ser::Error;
 
 /// A type of the library whose values a flag names.
-pub trait Choice: Copy + PartialEq + Send + Sync + 'static {
+pub trait Choice: Copy + Debug + PartialEq + Send + Sync + 'static {
     /// Each value that the flag takes.
     const CHOICES: &'static [Named<Self>];
 
@@ -60,12 +63,21 @@ pub fn choice<T: Choice>() -> impl TypedValueParser<Value = T> {
     })
 }
 
-/// Writes it by its name.
+/// Writes it by its name, if the flag takes it.
 pub(crate) fn by_name<T: Choice, S: Serializer>(
     value: &T,
     serializer: S,
 ) -> std::result::Result<S::Ok, S::Error> {
-    serializer.serialize_str(value.name_of())
+    match value.name_of() {
+        "" => {
+            let names: Vec<&str> = T::CHOICES.iter().map(|choice| choice.name).collect();
+            Err(S::Error::custom(format_args!(
+                "{value:?} is no value of the flag; expected one of {}",
+                names.join(", ")
+            )))
+        }
+        name => serializer.serialize_str(name),
+    }
 }
 
 /// As [`by_name`] if there is one.
@@ -121,27 +133,30 @@ impl Choice for Schedule {
 }
 
 impl Choice for DType {
-    const CHOICES: &'static [Named<Self>] = &[
-        named(Self::F32, "f32", F32, "32-bit floats"),
-        named(
-            Self::BF16,
-            "bf16",
-            BF16,
-            "16-bit floats with the range of f32",
-        ),
-        named(
-            Self::F16,
-            "f16",
-            F16,
-            "16-bit floats of a small range and three bits more",
-        ),
-    ];
+    const CHOICES: &'static [Named<Self>] = &[f32(Self::F32), bf16(Self::BF16), f16(Self::F16)];
+}
+
+const fn f32<T>(value: T) -> Named<T> {
+    named(value, "f32", F32, "32-bit floats")
+}
+
+const fn bf16<T>(value: T) -> Named<T> {
+    named(value, "bf16", BF16, "16-bit floats with the range of f32")
+}
+
+const fn f16<T>(value: T) -> Named<T> {
+    let others = &["fp16", "float16", "half"];
+    named(
+        value,
+        "f16",
+        others,
+        "16-bit floats of a small range and three bits more",
+    )
 }
 
 /// What others call number types.
 const F32: &[&str] = &["fp32", "float32", "float"];
 const BF16: &[&str] = &["bfloat16"];
-const F16: &[&str] = &["fp16", "float16", "half"];
 
 impl Choice for MatmulPrecision {
     const CHOICES: &'static [Named<Self>] = &[
@@ -157,19 +172,9 @@ impl Choice for MatmulPrecision {
 
 impl Choice for WeightFormat {
     const CHOICES: &'static [Named<Self>] = &[
-        named(Self::F32, "f32", F32, "32-bit floats"),
-        named(
-            Self::BF16,
-            "bf16",
-            BF16,
-            "16-bit floats with the range of f32",
-        ),
-        named(
-            Self::F16,
-            "f16",
-            F16,
-            "16-bit floats of a small range and three bits more",
-        ),
+        f32(Self::F32),
+        bf16(Self::BF16),
+        f16(Self::F16),
         named(
             Self::Q8_0,
             "q8_0",

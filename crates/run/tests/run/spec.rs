@@ -235,3 +235,12 @@ fn a_dry_run_of_a_library_tells_what_it_would_do() {
         "{refused}"
     );
 }
+
+#[test]
+fn a_value_of_the_library_that_no_flag_takes_is_named() {
+    let mut run = run("").unwrap();
+    run.training.layout.dtype = Some(candle_core::DType::I64);
+    let refused = run.check().unwrap_err().to_string();
+    assert!(refused.contains("I64 is no value of the flag"), "{refused}");
+    assert!(refused.contains("f32, bf16, f16"), "{refused}");
+}
