@@ -3,6 +3,7 @@
 use std::fs;
 use std::ops::Range;
 
+use candle_comm::message_of;
 use candle_core::Result;
 use candle_train_models::ModelConfig;
 use candle_train_run::{Finetune, Observers};
@@ -203,7 +204,7 @@ fn a_run_that_is_checked_is_one_that_starts() {
         match (checked, trained) {
             (Ok(()), Ok(_)) => num_taken += 1,
             (Err(checked), Err(refused)) => {
-                assert_eq!(checked.to_string(), refused.to_string(), "{flags}");
+                assert_eq!(message_of(&checked), message_of(&refused), "{flags}");
                 assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
                 num_refused += 1;
             }
