@@ -7,8 +7,9 @@ use candle_core::{Result, Tensor, bail};
 use candle_ops::{AttentionSpec, RopeDirection, Runs, rope_in_place};
 use candle_parallel::{
     ColumnParallelLinear, ContextParallel, Gradient, GradientSink, HeadPartition, KeptAttention,
-    Layer, LayerRanks, ParamBuilder, Pass, RowParallelLinear, column_parallel_backward,
-    column_parallel_forward, column_parallel_linear_shard, row_parallel_linear_shard,
+    Layer, LayerRanks, ParamBuilder, Pass, RowParallelLinear, Tape, column_parallel_backward,
+    column_parallel_forward, column_parallel_linear_shard, column_parallel_tape,
+    row_parallel_linear_shard,
 };
 
 use crate::config::ModelConfig;
@@ -210,6 +211,19 @@ impl Attention {
             (&self.v_proj, &dv),
         ];
         column_parallel_backward(&layers, xs.as_ref(), pass, gradients)
+    }
+
+    /// What stays between the passes, beside the input: q, k, v and the heads' output, and of each head the log-sum-exp.
+    pub fn tape(&self) -> Tape {
+        let qkv = column_parallel_tape(&[&self.q_proj, &self.k_proj, &self.v_proj]);
+        let out = self.o_proj.tape_of(false);
+        let key_values = out.input / self.num_heads * self.num_kv_heads;
+        Tape {
+            input: qkv.input,
+            saved: 2 * out.input + 2 * key_values + size_of::<f32>() * self.num_heads,
+            waiting: qkv.waiting + out.waiting,
+            ..out
+        }
     }
 
     pub fn weights(&self) -> Vec<&Tensor> {

@@ -4,10 +4,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup};
-use candle_core::{DType, Device, Result, bail};
+use candle_core::{Device, Result, bail};
 use candle_parallel::{
     Block, ContextConfig, ContextParallel, LayerRanks, ModelPart, ModelSpec, ParamBuilder,
-    ParamStore, PipelineLayout, Recompute, Region, Waiting, head_block, layer_block, stage_blocks,
+    ParamStore, PipelineLayout, Region, head_block, layer_block, stage_blocks,
     vocab_parallel_embedding,
 };
 
@@ -168,74 +168,6 @@ impl CausalLm {
             Ok(layer_block(layer))
         } else {
             Ok(head_block(LmHead::new(config, region, vb)?))
-        }
-    }
-
-    /// Bytes that the tape of these blocks keeps for each token of a micro-batch, by the formula of `docs/design.md`, none of them frozen, of a model that computes in `dtype` on `tp` ranks, which with `sequence_parallel`
-    /// divide all of it.
-    pub fn tape_bytes_of_blocks(
-        config: &ModelConfig,
-        blocks: impl Iterator<Item = usize>,
-        dtype: DType,
-        tp: usize,
-        sequence_parallel: bool,
-        recompute: Recompute,
-    ) -> usize {
-        let value = dtype.size_in_bytes();
-        let hidden = match sequence_parallel {
-            true => config.hidden_size.div_ceil(tp),
-            false => config.hidden_size,
-        };
-        let layer = match recompute {
-            Recompute::Full => value * hidden,
-            // The most that is kept.
-            _ => {
-                let heads = config.num_attention_heads + config.num_key_value_heads;
-                let divided = 2 * heads * config.head_dim + 2 * config.intermediate_size;
-                let log_sum_exp = 4 * config.num_attention_heads;
-                value * 2 * hidden + (value * divided + log_sum_exp).div_ceil(tp)
-            }
-        };
-        let of_block = |index| match index {
-            0 => 0,
-            _ if index <= config.num_hidden_layers => layer,
-            _ => value * hidden,
-        };
-        blocks.map(of_block).sum()
-    }
-
-    /// Bytes for each token of a micro-batch that the jobs of a block keep between the halves of its backward pass, of what is computed as for
-    /// [`Self::tape_bytes_of_blocks`] with all weights trained, or adapters of all layers, by the formula of `docs/design.md`.
-    pub fn waiting_bytes_of_block(
-        config: &ModelConfig,
-        block: usize,
-        dtype: DType,
-        tp: usize,
-        recompute: Recompute,
-        has_adapters: bool,
-        waiting: Waiting,
-    ) -> usize {
-        let value = dtype.size_in_bytes();
-        let hidden = value * config.hidden_size;
-        match block {
-            0 => hidden,
-            _ if block > config.num_hidden_layers => {
-                // Logits are computed again while the weight is there.
-                let logits = value * config.vocab_size.div_ceil(tp);
-                hidden + if waiting.weights_stay { 4 } else { logits }
-            }
-            _ if waiting.without_large && recompute == Recompute::Full => 0,
-            _ => {
-                let heads = config.num_attention_heads + config.num_key_value_heads;
-                // The MLP's output layer reads what is computed again; an adapter of it waits for its output's gradient all the same.
-                let (hiddens, widths) = match waiting.without_large {
-                    true if has_adapters => (4, 2),
-                    true => (3, 2),
-                    false => (4, 3),
-                };
-                let divided = 2 * heads * config.head_dim + widths * config.intermediate_size;
-                hiddens * hidden + (value * divided).div_ceil(tp)
-            }
         }
     }
 

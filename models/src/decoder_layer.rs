@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
-use candle_parallel::{GradientSink, Layer, LayerRanks, ParamBuilder, Pass};
+use candle_parallel::{GradientSink, Layer, LayerRanks, ParamBuilder, Pass, Tape};
 
 use crate::attention::{self, Attention};
 use crate::config::ModelConfig;
@@ -95,6 +95,19 @@ impl Layer for DecoderLayer {
                 .backward(saved.attention, normed, &dmiddle, pass, gradients)?;
         norm.backward(&saved.xs, &dnormed, Some(&dmiddle), gradients)
             .map(Some)
+    }
+
+    fn tape(&self) -> Option<Tape> {
+        let (attention, mlp) = (self.self_attn.tape(), self.mlp.tape());
+        let input = attention.input;
+        Some(Tape {
+            input,
+            // And the sum between the two.
+            saved: 2 * input + attention.saved + mlp.saved,
+            waiting: attention.waiting + mlp.waiting,
+            waiting_large: attention.waiting_large + mlp.waiting_large,
+            waiting_without_weights: 0,
+        })
     }
 
     fn weights(&self) -> Vec<&Tensor> {

@@ -2,7 +2,8 @@
 
 use candle_core::{Result, Tensor};
 use candle_parallel::{
-    GradientSink, Head, Loss, ParamBuilder, Pass, Region, VocabParallelHead, vocab_parallel_head,
+    GradientSink, Head, Loss, ParamBuilder, Pass, Region, Tape, VocabParallelHead,
+    vocab_parallel_head,
 };
 
 use crate::config::ModelConfig;
@@ -46,5 +47,9 @@ impl Head for LmHead {
 
     fn logits(&self, xs: &Tensor, rows: &[usize], pass: &Pass) -> Result<Tensor> {
         self.vocab.logits(&self.norm.forward(xs)?, rows, pass)
+    }
+
+    fn tape(&self) -> Option<Tape> {
+        self.vocab.tape()
     }
 }

@@ -2,8 +2,9 @@
 
 use candle_core::{Result, Tensor, bail};
 use candle_parallel::{
-    ColumnParallelLinear, GradientSink, Layer, ParamBuilder, Pass, Region, RowParallelLinear,
-    column_parallel_backward, column_parallel_forward, column_parallel_linear, row_parallel_linear,
+    ColumnParallelLinear, GradientSink, Layer, ParamBuilder, Pass, Region, RowParallelLinear, Tape,
+    column_parallel_backward, column_parallel_forward, column_parallel_linear,
+    column_parallel_tape, row_parallel_linear,
 };
 
 use crate::activation::Activation;
@@ -85,6 +86,18 @@ impl Mlp {
         })?;
         let layers = [(&self.gate_proj, &dgate), (&self.up_proj, &dup)];
         column_parallel_backward(&layers, xs.as_ref(), pass, gradients)
+    }
+
+    /// What stays between the passes, beside the input.
+    pub fn tape(&self) -> Tape {
+        let up = column_parallel_tape(&[&self.gate_proj, &self.up_proj]);
+        let down = self.down_proj.tape_of(true);
+        Tape {
+            // Of each of the two as much as goes into the third.
+            saved: 2 * down.input,
+            waiting: up.waiting + down.waiting,
+            ..down
+        }
     }
 
     pub fn weights(&self) -> Vec<&Tensor> {

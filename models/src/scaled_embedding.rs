@@ -1,7 +1,7 @@
 //! A token embedding times a number.
 
 use candle_core::{Result, Tensor};
-use candle_parallel::{GradientSink, Layer, Pass, VocabParallelEmbedding};
+use candle_parallel::{GradientSink, Layer, Pass, Tape, VocabParallelEmbedding};
 
 /// A [`Layer`] from (b, t) u32 to (b, t, hidden).
 #[derive(Clone)]
@@ -32,5 +32,9 @@ impl Layer for ScaledEmbedding {
 
     fn weights(&self) -> Vec<&Tensor> {
         self.embedding.weights()
+    }
+
+    fn tape(&self) -> Option<Tape> {
+        self.embedding.tape()
     }
 }

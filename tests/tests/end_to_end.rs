@@ -65,5 +65,7 @@ mod reference;
 mod saving;
 #[path = "end_to_end/schedules.rs"]
 mod schedules;
+#[path = "end_to_end/tape.rs"]
+mod tape;
 #[path = "end_to_end/what_fits.rs"]
 mod what_fits;

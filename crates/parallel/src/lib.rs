@@ -111,17 +111,17 @@ pub use context_parallel::{ContextConfig, ContextMethod, ContextParallel, KeptAt
 pub use gradients::{GradientSums, Gradients, ReducedGradients, ReducedLoss};
 pub use layers::{
     ColumnParallelLinear, Head, HeadPartition, Layer, LayerRanks, LowRank, Region,
-    RowParallelLinear, VocabParallelEmbedding, VocabParallelHead, column_parallel_backward,
-    column_parallel_forward, column_parallel_linear, column_parallel_linear_shard, in_graph,
-    linear_cross_entropy, linear_predictions, regions, row_parallel_linear,
-    row_parallel_linear_shard, vocab_parallel_cross_entropy, vocab_parallel_embedding,
-    vocab_parallel_head,
+    RowParallelLinear, Tape, VocabParallelEmbedding, VocabParallelHead, column_parallel_backward,
+    column_parallel_forward, column_parallel_linear, column_parallel_linear_shard,
+    column_parallel_tape, in_graph, linear_cross_entropy, linear_predictions, regions,
+    row_parallel_linear, row_parallel_linear_shard, vocab_parallel_cross_entropy,
+    vocab_parallel_embedding, vocab_parallel_head,
 };
 pub use lora::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, LoraTargets};
 pub use memory::{
     MemoryCategory, MemoryGuard, MemoryMeter, MemoryReport, MemoryUse, count_memory_with,
 };
-pub use memory_plan::{MemoryPlan, Moment, PlannedPasses, PlannedUpdate, PlannedWork, Waiting};
+pub use memory_plan::{MemoryPlan, Moment, PlannedPasses, PlannedUpdate, PlannedWork};
 pub use optimizer::{
     AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Needs, Offload, Optimizer,
     OptimizerState, ParamGroup, ParamMatrix, ParamSlice, SliceWeight, StepReport, UpdateStep,

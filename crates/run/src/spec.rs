@@ -198,30 +198,6 @@ impl RunSpec {
         let longest = self.samples.map_or(seq_len, |(_, longest)| longest);
         let num_tokens = micro_batch_size.saturating_mul(longest.min(seq_len));
         let num_tokens = num_tokens.div_ceil(degrees.cp);
-        let dtype = parts.dtype();
-        let tape_bytes = |block| {
-            let of_token = CausalLm::tape_bytes_of_blocks(
-                &self.config,
-                std::iter::once(block),
-                dtype,
-                degrees.tp,
-                parts.context.sequence_parallel,
-                parts.recompute.into(),
-            );
-            num_tokens * of_token
-        };
-        let waiting_bytes = |block, waiting| {
-            let of_token = CausalLm::waiting_bytes_of_block(
-                &self.config,
-                block,
-                dtype,
-                degrees.tp,
-                parts.recompute.into(),
-                self.lora.is_given(),
-                waiting,
-            );
-            num_tokens * of_token
-        };
         let layout = model.layout();
         let plan = match self.training.strategy.num_servers() {
             0 => Some(Plan::new(&schedule, layout, num_micro_batches)?),
@@ -229,10 +205,9 @@ impl RunSpec {
         };
         let passes = plan.as_ref().map(|plan| PlannedPasses {
             plan,
-            tape_bytes: &tape_bytes,
-            waiting_bytes: &waiting_bytes,
-            // As the head keeps its input.
-            border_bytes: tape_bytes(layout.num_blocks() - 1),
+            tapes: model.tapes(),
+            recompute: parts.recompute.into(),
+            num_rows: num_tokens,
         });
         let update = PlannedUpdate {
             rule: &AdamW(AdamWConfig::default()),

@@ -187,6 +187,7 @@ impl Case {
             Trained::Lora(format) => {
                 let store = store.with_lora(LoraConfig {
                     rank: 8,
+                    dropout: if format.is_none() { 0.1 } else { 0.0 },
                     ..LoraConfig::default()
                 })?;
                 Ok(match format {
@@ -237,30 +238,6 @@ impl Case {
         let vb = self.store()?.builder(self.dtype, &Device::Cpu);
         let config = self.config()?;
         let model = CausalLm::spec(&config, self.degrees, &vb, self.parts()?)?;
-        let tape_bytes = |block| {
-            let blocks = std::iter::once(block);
-            SEQ_LEN
-                * CausalLm::tape_bytes_of_blocks(
-                    &config,
-                    blocks,
-                    self.dtype,
-                    self.degrees.tp,
-                    false,
-                    self.recompute,
-                )
-        };
-        let waiting_bytes = |block, waiting| {
-            let of_token = CausalLm::waiting_bytes_of_block(
-                &config,
-                block,
-                self.dtype,
-                self.degrees.tp,
-                self.recompute,
-                matches!(self.trained, Trained::Lora(_)),
-                waiting,
-            );
-            SEQ_LEN * of_token
-        };
         let trains = self.trained != Trained::Nothing;
         let plan = match trains {
             true => Plan::new(&self.schedule, model.layout(), MICRO_BATCHES)?,
@@ -271,10 +248,9 @@ impl Case {
             replicas: self.replicas,
             passes: Some(PlannedPasses {
                 plan: &plan,
-                tape_bytes: &tape_bytes,
-                waiting_bytes: &waiting_bytes,
-                // As the head keeps its input.
-                border_bytes: tape_bytes(LAYERS + 1),
+                tapes: model.tapes(),
+                recompute: self.recompute,
+                num_rows: SEQ_LEN,
             }),
             update: trains.then_some(PlannedUpdate {
                 rule: &rule,

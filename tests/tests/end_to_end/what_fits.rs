@@ -111,19 +111,13 @@ fn bytes(large: &Sizes, method: Method) -> Result<Bytes> {
     let model = CausalLm::spec(&config, Degrees::default(), &vb, PartConfig::default())?;
     let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 1)?;
     let memory = |recompute| {
-        let tape_bytes = |block| {
-            let blocks = std::iter::once(block);
-            let of_token =
-                CausalLm::tape_bytes_of_blocks(&config, blocks, DType::BF16, 1, false, recompute);
-            NUM_TOKENS * of_token
-        };
         let work = PlannedWork {
             replicas: DataParallel::default(),
             passes: Some(PlannedPasses {
                 plan: &plan,
-                waiting_bytes: &|_, _| 0,
-                tape_bytes: &tape_bytes,
-                border_bytes: 0,
+                tapes: model.tapes(),
+                recompute,
+                num_rows: NUM_TOKENS,
             }),
             update: Some(PlannedUpdate {
                 rule: &AdamW(AdamWConfig::default()),

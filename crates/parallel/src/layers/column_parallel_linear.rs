@@ -10,6 +10,7 @@ use super::input_grad::input_grad;
 use super::layer::Layer;
 use super::low_rank::LowRank;
 use super::region::Region;
+use super::tape::{Tape, row_bytes};
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
 use crate::pass::{GradientSink, Pass};
 use crate::placement::Shard;
@@ -194,7 +195,43 @@ pub fn column_parallel_backward(
     started.wait()
 }
 
+/// What stays of layers that share an input, which any of them keeps.
+pub fn column_parallel_tape(layers: &[&ColumnParallelLinear]) -> Tape {
+    let Some(first) = layers.first() else {
+        return Tape::default();
+    };
+    let (whole, _) = row_bytes(&first.weight);
+    let input = match first.sums_input_grad {
+        true => first.region.bytes_outside(whole),
+        false => whole,
+    };
+    let of_layers: usize = layers.iter().map(|layer| layer.waiting_bytes()).sum();
+    let bytes = |is_there, bytes| if is_there { bytes } else { 0 };
+    let is_kept = layers.iter().any(|layer| layer.needs_input());
+    let is_read = layers.iter().any(|layer| {
+        let adapter = layer.low_rank.as_ref();
+        layer.weight().track_op() || adapter.is_some_and(LowRank::shares_input)
+    });
+    Tape {
+        input,
+        saved: bytes(is_kept, input),
+        waiting: bytes(is_read, whole) + of_layers,
+        ..Tape::default()
+    }
+}
+
 impl ColumnParallelLinear {
+    /// Bytes for each row that the gradients of the weights read beside the input.
+    fn waiting_bytes(&self) -> usize {
+        let adapter = self.low_rank.as_ref();
+        let reads_dy = self.weight().track_op()
+            || self.bias.as_ref().is_some_and(Tensor::track_op)
+            || adapter.is_some_and(LowRank::trains_b);
+        let (_, dy) = row_bytes(&self.weight);
+        let [of_a, of_b] = adapter.map_or([0; 2], LowRank::waiting_bytes);
+        of_a + of_b + if reads_dy { dy } else { 0 }
+    }
+
     /// The output for an input inside the region.
     fn product(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
         let bias = self.bias.as_ref().map(Tensor::detach);
@@ -263,6 +300,10 @@ impl Layer for ColumnParallelLinear {
         let adapter = self.low_rank.iter().flat_map(LowRank::weights);
         let weights = std::iter::once(self.weight()).chain(&self.bias);
         weights.chain(adapter).collect()
+    }
+
+    fn tape(&self) -> Option<Tape> {
+        Some(column_parallel_tape(&[self]))
     }
 }
 

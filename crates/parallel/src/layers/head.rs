@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
+use super::tape::Tape;
 use crate::pass::{GradientSink, Loss, Pass};
 
 /// The last link of a chain. Its loss is a thing of the backward half, so that the last stage's forward pass takes no longer than that of its
@@ -30,4 +31,9 @@ pub trait Head: Send + Sync {
     /// # Errors
     /// As [`Self::loss`].
     fn logits(&self, xs: &Tensor, rows: &[usize], pass: &Pass) -> Result<Tensor>;
+
+    /// As [`Layer::tape`](crate::Layer::tape), of a head: what is kept until the loss is its input.
+    fn tape(&self) -> Option<Tape> {
+        None
+    }
 }

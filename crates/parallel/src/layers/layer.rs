@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 use candle_ops::{with_backward1, with_backward2};
 
+use super::tape::Tape;
 use crate::pass::{GradientSink, Pass, WeightGrad};
 
 /// A link of the chain that a model is, as three functions: a forward pass that returns what the backward pass needs, that backward pass, and
@@ -46,6 +47,11 @@ pub trait Layer: Send + Sync {
 
     /// Every weight whose gradient [`Self::backward`] puts.
     fn weights(&self) -> Vec<&Tensor>;
+
+    /// What stays in memory between the passes; `None` if the layer does not say, so that the memory of a model with it cannot be planned.
+    fn tape(&self) -> Option<Tape> {
+        None
+    }
 }
 
 /// Runs `layer` on `xs` as a node of candle's graph: the result is differentiable in `xs` and in the layer's weights.

@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_nn::Init;
 use candle_ops::{linear_forward, linear_forward_add, linear_input_grad, linear_weight_grad_into};
 
+use super::tape::row_bytes;
 use crate::params::{ParamBuilder, TiledWeight};
 use crate::pass::{Dropout, GradientSink, Pass};
 use crate::placement::{Gradient, Placement, Shard};
@@ -95,6 +96,25 @@ impl LowRank {
     /// Whether the backward pass reads the input.
     pub fn is_trained(&self) -> bool {
         self.weights().into_iter().any(Tensor::track_op)
+    }
+
+    /// Bytes for each row that the gradient of A reads beside the layer's input, and that of B beside its output's gradient.
+    pub(super) fn waiting_bytes(&self) -> [usize; 2] {
+        let (input, inner) = row_bytes(&self.a);
+        // What was dropped makes an input of its own.
+        let of_a = inner + if self.dropout.drops() { input } else { 0 };
+        let bytes = |weight: &Tensor, bytes| if weight.track_op() { bytes } else { 0 };
+        [bytes(self.a.tensor(), of_a), bytes(&self.b, inner)]
+    }
+
+    /// Whether the gradient of A reads the layer's input as it is.
+    pub(super) fn shares_input(&self) -> bool {
+        self.a.tensor().track_op() && !self.dropout.drops()
+    }
+
+    /// Whether B is trained.
+    pub(super) fn trains_b(&self) -> bool {
+        self.b.track_op()
     }
 
     /// x Aᵀ, (.., r), of an input of which some may have been dropped.

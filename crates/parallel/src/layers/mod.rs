@@ -11,13 +11,14 @@ mod low_rank;
 mod region;
 pub mod regions;
 mod row_parallel_linear;
+mod tape;
 mod vocab_parallel_cross_entropy;
 mod vocab_parallel_embedding;
 mod vocab_parallel_head;
 
 pub use column_parallel_linear::{
     ColumnParallelLinear, column_parallel_backward, column_parallel_forward,
-    column_parallel_linear, column_parallel_linear_shard,
+    column_parallel_linear, column_parallel_linear_shard, column_parallel_tape,
 };
 pub use head::Head;
 pub use head_partition::HeadPartition;
@@ -26,6 +27,7 @@ pub use layer_ranks::LayerRanks;
 pub use low_rank::LowRank;
 pub use region::Region;
 pub use row_parallel_linear::{RowParallelLinear, row_parallel_linear, row_parallel_linear_shard};
+pub use tape::Tape;
 pub use vocab_parallel_cross_entropy::{
     linear_cross_entropy, linear_predictions, vocab_parallel_cross_entropy,
 };

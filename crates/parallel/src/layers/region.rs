@@ -79,6 +79,14 @@ impl Region {
         bound(self.tp.rank())..bound(self.tp.rank() + 1)
     }
 
+    /// Bytes that a rank has outside for each row of a pass, of so many that all ranks have of it.
+    pub fn bytes_outside(&self, bytes: usize) -> usize {
+        match self.divides_rows {
+            true => bytes.div_ceil(self.tp.world_size()),
+            false => bytes,
+        }
+    }
+
     /// Rows of the longest part.
     fn longest(&self, num_rows: usize) -> usize {
         num_rows.div_ceil(self.tp.world_size())

@@ -10,6 +10,7 @@ use super::input_grad::input_grad;
 use super::layer::Layer;
 use super::low_rank::LowRank;
 use super::region::Region;
+use super::tape::{Tape, row_bytes};
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
 use crate::pass::{GradientSink, Pass};
 use crate::placement::Shard;
@@ -91,6 +92,36 @@ impl RowParallelLinear {
 }
 
 impl RowParallelLinear {
+    /// What stays of the layer if its input is kept, or if whoever has the layer computes it again for [`Self::backward_with`].
+    pub fn tape_of(&self, is_computed_again: bool) -> Tape {
+        let (input, output) = row_bytes(&self.weight);
+        let adapter = self.low_rank.as_ref();
+        let [of_a, of_b] = adapter.map_or([0; 2], LowRank::waiting_bytes);
+        let dy_of_others = self.bias.as_ref().is_some_and(Tensor::track_op)
+            || adapter.is_some_and(LowRank::trains_b);
+        let dy_of_weight = self.weight().track_op() && !dy_of_others;
+        let bytes = |is_read, bytes| if is_read { bytes } else { 0 };
+        let is_read = self.weight().track_op() || adapter.is_some_and(LowRank::shares_input);
+        let of_input = of_a + bytes(is_read, input) + bytes(dy_of_weight, output);
+        let waiting = of_b + bytes(dy_of_others, output);
+        let tape = Tape {
+            input,
+            ..Tape::default()
+        };
+        match is_computed_again {
+            true => Tape {
+                waiting,
+                waiting_large: of_input,
+                ..tape
+            },
+            false => Tape {
+                saved: bytes(self.needs_input(), input),
+                waiting: waiting + of_input,
+                ..tape
+            },
+        }
+    }
+
     /// [`Layer::forward`] plus `residual` (.., out), as this rank has it outside of the [`Region`]. Residual and bias enter the sum over the ranks once,
     /// with the first rank's part; of a residual of which each rank has some rows it gets these afterwards.
     ///
@@ -224,5 +255,9 @@ impl Layer for RowParallelLinear {
         let adapter = self.low_rank.iter().flat_map(LowRank::weights);
         let weights = std::iter::once(self.weight()).chain(&self.bias);
         weights.chain(adapter).collect()
+    }
+
+    fn tape(&self) -> Option<Tape> {
+        Some(self.tape_of(false))
     }
 }

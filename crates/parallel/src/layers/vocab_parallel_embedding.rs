@@ -7,6 +7,7 @@ use candle_ops::{embedding_forward, embedding_grad_into, upload};
 
 use super::layer::Layer;
 use super::region::Region;
+use super::tape::{Tape, row_bytes};
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
 use crate::pass::{GradientSink, Pass};
 use crate::placement::Shard;
@@ -151,5 +152,19 @@ impl Layer for VocabParallelEmbedding {
 
     fn weights(&self) -> Vec<&Tensor> {
         vec![self.weight()]
+    }
+
+    /// The tokens are those of the micro-batch.
+    fn tape(&self) -> Option<Tape> {
+        let (width, _) = row_bytes(&self.weight);
+        let row_of_weight = size_of::<u32>();
+        Some(Tape {
+            saved: row_of_weight,
+            waiting: match self.weight().track_op() {
+                true => row_of_weight + width,
+                false => 0,
+            },
+            ..Tape::default()
+        })
     }
 }

@@ -7,6 +7,7 @@ use super::head::Head;
 use super::layer::Layer;
 use super::region::Region;
 use super::regions::gather_parts;
+use super::tape::{Tape, row_bytes};
 use super::vocab_parallel_cross_entropy::{linear_cross_entropy, linear_predictions};
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
 use crate::pass::{GradientSink, Loss, Pass};
@@ -88,5 +89,26 @@ impl Head for VocabParallelHead {
         let linear = ColumnParallelLinear::new(self.weight.clone(), None, self.region.clone());
         let (logits, _) = linear.inside_region().forward(&xs, pass)?; // (rows, local_vocab)
         gather_parts(&logits, self.shard.global(), self.region.tp())
+    }
+
+    /// What the weight's gradient reads are the input and the log-sum-exp, with which it computes the logits again; without the weight, the gradients
+    /// of the logits.
+    fn tape(&self) -> Option<Tape> {
+        let (width, logits) = row_bytes(&self.weight);
+        let input = self.region.bytes_outside(width);
+        let tape = Tape {
+            input,
+            saved: input,
+            ..Tape::default()
+        };
+        let log_sum_exp = size_of::<f32>();
+        Some(match self.weight.tensor().track_op() {
+            true => Tape {
+                waiting: width + log_sum_exp,
+                waiting_without_weights: logits.saturating_sub(log_sum_exp),
+                ..tape
+            },
+            false => tape,
+        })
     }
 }

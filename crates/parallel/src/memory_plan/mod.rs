@@ -7,13 +7,15 @@ mod held;
 mod optimizer_state;
 mod rank;
 
-use candle_core::Result;
+use candle_core::{Result, bail};
 
 pub use held::Moment;
 
+use crate::layers::Tape;
 use crate::memory::{MemoryCategory, MemoryReport, MemoryUse};
 use crate::optimizer::{Offload, Optimizer};
 use crate::params::{DataParallel, RankSpec};
+use crate::pipeline::Recompute;
 use crate::schedule::Plan;
 use rank::PlannedRank;
 
@@ -34,22 +36,62 @@ pub struct PlannedWork<'a> {
 pub struct PlannedPasses<'a> {
     /// What the ranks of the pipeline compute.
     pub plan: &'a Plan,
-    /// Bytes that the tape keeps of a block, given by its index, for one micro-batch.
-    pub tape_bytes: &'a dyn Fn(usize) -> usize,
-    /// Bytes that the jobs of a block keep for one micro-batch between the halves of its backward pass, where a schedule has such.
-    pub waiting_bytes: &'a dyn Fn(usize, Waiting) -> usize,
-    /// Bytes that a stage gives to the next one of a micro-batch.
-    pub border_bytes: usize,
+    /// What the blocks of the model keep: [`ModelSpec::tapes`](crate::ModelSpec::tapes).
+    pub tapes: &'a [Option<Tape>],
+    /// What is computed again, but of the first and the last block.
+    pub recompute: Recompute,
+    /// Rows of a micro-batch that the rank has: tokens, of context-parallel ranks those of one.
+    pub num_rows: usize,
 }
 
-/// What the gradients of weights wait for, and with what, between the halves of a backward pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Waiting {
-    /// Whether those do not wait that would keep more than the forward pass has kept: [`GradientSink::put_large`](crate::GradientSink::put_large).
-    pub without_large: bool,
-    /// Whether the weights are still there in the weight half: without it, what is computed with them waits.
-    pub weights_stay: bool,
+impl PlannedPasses<'_> {
+    /// An error that names a block of which nothing is known.
+    fn check(&self) -> Result<()> {
+        let num_blocks = self.plan.layout().num_blocks();
+        if let Some(block) = (0..num_blocks).find(|&block| self.said(block).is_none()) {
+            bail!(
+                "block {block} does not say what it keeps between its passes, so its memory cannot be planned\nhint: Layer::tape and Head::tape \
+                 say it, and ModelSpec::describe asks the blocks of a model"
+            );
+        }
+        Ok(())
+    }
+
+    fn said(&self, block: usize) -> Option<Tape> {
+        self.tapes.get(block).copied().flatten()
+    }
+
+    fn tape(&self, block: usize) -> Tape {
+        self.said(block).unwrap_or_default()
+    }
+
+    fn recompute_of(&self, block: usize) -> Recompute {
+        let last = self.plan.layout().num_blocks() - 1;
+        match (1..last).contains(&block) {
+            true => self.recompute,
+            false => Recompute::None,
+        }
+    }
+
+    /// Of a micro-batch, what the tape keeps of a block.
+    fn kept_bytes(&self, block: usize) -> usize {
+        self.tape(block)
+            .kept(self.recompute_of(block))
+            .saturating_mul(self.num_rows)
+    }
+
+    /// What a block gets from the one before it.
+    fn input_bytes(&self, block: usize) -> usize {
+        self.tape(block).input.saturating_mul(self.num_rows)
+    }
+
+    /// What a block keeps from the input half to the weight half of its backward pass; `without_large` and `weights_stay` as the schedule
+    /// and the replicas have it.
+    fn waiting_bytes(&self, block: usize, without_large: bool, weights_stay: bool) -> usize {
+        let tape = self.tape(block);
+        tape.waits(self.recompute_of(block), without_large, weights_stay)
+            .saturating_mul(self.num_rows)
+    }
 }
 
 /// The update of a step.
@@ -70,25 +112,28 @@ pub struct PlannedUpdate<'a> {
 /// use candle_core::{DType, Device, Result};
 /// use candle_parallel::{
 ///     AdamW, AdamWConfig, DataParallel, MemoryCategory, MemoryPlan, ModelSpec, Offload, ParamStore, PipelineLayout, Plan,
-///     PlannedPasses, PlannedUpdate, PlannedWork, Schedule,
+///     PlannedPasses, PlannedUpdate, PlannedWork, Recompute, Schedule, column_parallel_linear, layer_block,
 /// };
+/// use candle_comm::ProcessGroup;
 ///
 /// fn main() -> Result<()> {
 ///     let vb = ParamStore::init(0).builder(DType::F32, &Device::Cpu);
 ///     // Two blocks of 100 weights each.
 ///     let layout = PipelineLayout::even(2, 1)?;
 ///     let model = ModelSpec::describe(layout, Default::default(), &vb, |index, vb| {
-///         vb.pp(index).get((10, 10), "weight", candle_nn::Init::Const(0.0))
+///         let linear = column_parallel_linear(10, 10, false, ProcessGroup::single(Device::Cpu), vb.pp(index))?;
+///         Ok(layer_block(linear))
 ///     })?;
 ///     let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 4)?;
 ///     let work = PlannedWork {
 ///         replicas: DataParallel::default(),
-///         passes: Some(PlannedPasses { plan: &plan, tape_bytes: &|_block| 1000, waiting_bytes: &|_block, _| 0, border_bytes: 0 }),
+///         passes: Some(PlannedPasses { plan: &plan, tapes: model.tapes(), recompute: Recompute::None, num_rows: 100 }),
 ///         update: Some(PlannedUpdate { rule: &AdamW(AdamWConfig::default()), offload: &Offload::None, on_gpu: false }),
 ///     };
 ///     let memory = MemoryPlan::new(&model.of_rank(0), &work)?;
 ///     assert_eq!(memory.report().of(MemoryCategory::Weights).peak, 2 * 100 * 4);
-///     assert_eq!(memory.report().of(MemoryCategory::Activations).peak, 2 * 1000);
+///     // The inputs of both, in f32.
+///     assert_eq!(memory.report().of(MemoryCategory::Activations).peak, 2 * 100 * 10 * 4);
 ///     Ok(())
 /// }
 /// ```
@@ -103,7 +148,8 @@ impl MemoryPlan {
     /// What a rank with `spec` will hold. The store that the model was described with had the same [`DataParallel`].
     ///
     /// # Errors
-    /// Settings that do not fit the ranks, stages other than those of the model, trainable parameters of a type that cannot be trained.
+    /// Settings that do not fit the ranks, stages other than those of the model, trainable parameters of a type that cannot be trained, blocks that
+    /// do not say what they keep.
     pub fn new(spec: &RankSpec, work: &PlannedWork<'_>) -> Result<Self> {
         let mut rank = PlannedRank::new(spec, work)?;
         let (first, timeline) = (rank.step()?, rank.step()?);

@@ -7,7 +7,7 @@ use candle_ops::quantized_bytes;
 
 use super::held::{Held, Moment};
 use super::optimizer_state::OptimizerState;
-use super::{PlannedPasses, PlannedWork, Waiting};
+use super::{PlannedPasses, PlannedWork};
 use crate::memory::MemoryCategory;
 use crate::optimizer::max_gathers;
 use crate::params::{Bucket, RankSpec, ReduceType, ReplicaGroups, Sharing, is_adopted};
@@ -66,6 +66,9 @@ impl<'a> PlannedRank<'a> {
                 Instruction::Backward(_) | Instruction::InputGrad(_)
             )
         });
+        if let Some(passes) = work.passes.as_ref().filter(|_| trains) {
+            passes.check()?;
+        }
         let mut held = Held::default();
         let weights = match groups.shards_weights() {
             true => (spec
@@ -193,7 +196,7 @@ impl<'a> PlannedRank<'a> {
             Instruction::Forward(_) => {
                 for block in blocks.clone() {
                     let tape = match self.trains && block >= self.num_frozen {
-                        true => (passes.tape_bytes)(block),
+                        true => passes.kept_bytes(block),
                         false => 0,
                     };
                     if block == head {
@@ -206,8 +209,9 @@ impl<'a> PlannedRank<'a> {
                     self.run(block, next, |rank| rank.held.hold(activations, tape));
                 }
                 if self.trains && blocks.end <= head {
-                    self.held.hold(activations, passes.border_bytes);
-                    self.held.free(activations, passes.border_bytes);
+                    let output = passes.input_bytes(blocks.end);
+                    self.held.hold(activations, output);
+                    self.held.free(activations, output);
                 }
             }
             Instruction::Backward(_) | Instruction::InputGrad(_) => {
@@ -219,7 +223,7 @@ impl<'a> PlannedRank<'a> {
                             rank.write_gradients(block);
                         }
                     });
-                    self.held.free(activations, (passes.tape_bytes)(block));
+                    self.held.free(activations, passes.kept_bytes(block));
                     match is_whole {
                         true => self.block_done(block),
                         false => {
@@ -229,8 +233,9 @@ impl<'a> PlannedRank<'a> {
                     }
                     // The gradient for the block before it.
                     if block > self.num_frozen {
-                        self.held.hold(activations, passes.border_bytes);
-                        self.held.free(activations, passes.border_bytes);
+                        let grad = passes.input_bytes(block);
+                        self.held.hold(activations, grad);
+                        self.held.free(activations, grad);
                     }
                 }
             }
@@ -248,21 +253,8 @@ impl<'a> PlannedRank<'a> {
 
     /// What waits for the weight half of a block.
     fn waiting_bytes(&self, passes: &PlannedPasses<'_>, block: usize) -> usize {
-        let mut params = self.spec.params.iter();
-        // Of vectors nothing is kept that counts.
-        let has_jobs = params
-            .any(|param| param.trainable && param.shape.len() > 1 && param.blocks.contains(&block));
         let early = passes.plan.early(self.groups.shards_gradients());
-        match has_jobs {
-            true => (passes.waiting_bytes)(
-                block,
-                Waiting {
-                    without_large: early.large,
-                    weights_stay: !self.groups.shards_weights(),
-                },
-            ),
-            false => 0,
-        }
+        passes.waiting_bytes(block, early.large, !self.groups.shards_weights())
     }
 
     /// Does `pass` with the weights of a block in place; meanwhile those of `next` come.

@@ -19,14 +19,25 @@ use super::param_spec::ParamSpec;
 use super::rank_spec::{HeldParam, RankSpec};
 use super::tie::TieSpec;
 use crate::agreement::Facts;
+use crate::layers::Tape;
+use crate::pipeline::Block;
 use crate::pipeline_layout::PipelineLayout;
 
 /// Every parameter of a model, in name order, and how the model is divided: numbers and names, the same on every rank.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct ModelSpec {
     params: Vec<ParamSpec>,
     layout: PipelineLayout,
     degrees: Degrees,
+    /// Of each block, if the model was described and not built.
+    tapes: Vec<Option<Tape>>,
+}
+
+/// Whether it is the same model; what is known of its passes does not count.
+impl PartialEq for ModelSpec {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.params, &self.layout, self.degrees) == (&other.params, &other.layout, other.degrees)
+    }
 }
 
 /// The part of a parameter that one rank owns: it writes that part to files.
@@ -48,6 +59,7 @@ impl ModelSpec {
             params,
             layout,
             degrees,
+            tapes: Vec::new(),
         })
     }
 
@@ -59,21 +71,23 @@ impl ModelSpec {
     /// # Errors
     /// Degrees of 0, stages on another number of ranks, settings of ZeRO and adapters that do not fit; what `build` returns; parts that leave something
     /// of a parameter out.
-    pub fn describe<T>(
+    pub fn describe(
         layout: PipelineLayout,
         degrees: Degrees,
         vb: &ParamBuilder,
-        build: impl Fn(usize, ParamBuilder) -> Result<T>,
+        build: impl Fn(usize, ParamBuilder) -> Result<Block>,
     ) -> Result<Self> {
         degrees.check()?;
         layout.check_ranks(degrees.pp)?;
         let store = vb.store().clone().without_values();
         let building = store.building();
         let num_blocks = layout.num_blocks();
-        for index in 0..num_blocks {
+        let tapes = (0..num_blocks).map(|index| {
             let built = build(index, vb.block(index, num_blocks));
-            built.map_err(|err| err.context(format!("building block {index}")))?;
-        }
+            let block = built.map_err(|err| err.context(format!("building block {index}")))?;
+            Ok(block.tape())
+        });
+        let tapes = tapes.collect::<Result<_>>()?;
         drop(building);
         let mut params = store.specs(0, &layout);
         for param in params.iter_mut().filter(|param| !param.outside.is_empty()) {
@@ -83,7 +97,7 @@ impl ModelSpec {
         params.iter_mut().for_each(|param| param.asked_by = None);
         let model = Self::new(params, layout, degrees)?;
         store.check(&model, degrees.dp * degrees.cp)?;
-        Ok(model)
+        Ok(Self { tapes, ..model })
     }
 
     /// What all ranks of the mesh have asked for, this one for `own`. Each rank of a pipeline hears of the others what their stages need, and
@@ -138,6 +152,12 @@ impl ModelSpec {
     /// The stages of the pipeline.
     pub fn layout(&self) -> &PipelineLayout {
         &self.layout
+    }
+
+    /// What the blocks say that stays in memory between their passes, on the first tensor-parallel rank, which has the largest parts: for
+    /// [`PlannedPasses`](crate::PlannedPasses). Nothing of a model that was built.
+    pub fn tapes(&self) -> &[Option<Tape>] {
+        &self.tapes
     }
 
     /// The parameter of this name.

@@ -92,6 +92,11 @@ impl Dropout {
         }
     }
 
+    /// Whether it drops anything in training.
+    pub fn drops(&self) -> bool {
+        self.probability > 0.0
+    }
+
     /// What is to be multiplied with an input of shape `dims`, (.., features), in the type and on the device of `like`: 1 for what
     /// is kept, 0 for what is dropped; and what makes up for it, 1/(1-p). `None`: nothing is dropped in this pass.
     pub fn mask(
@@ -100,7 +105,7 @@ impl Dropout {
         like: &Tensor,
         pass: &Pass,
     ) -> Result<Option<(Tensor, f64)>> {
-        if self.probability <= 0.0 {
+        if !self.drops() {
             return Ok(None);
         }
         let Some(SequenceKeys(keys)) = pass.sequence_keys()? else {

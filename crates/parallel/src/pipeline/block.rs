@@ -5,7 +5,7 @@ use std::any::Any;
 use candle_core::{Error, Result, Tensor};
 
 use super::plain::{PlainBlock, PlainHead, PlainLayer, PlainLoss};
-use crate::layers::{Head, Layer};
+use crate::layers::{Head, Layer, Tape};
 use crate::pass::{GradientSink, Pass};
 
 /// A part of a model between two borders of the tape: an embedding, a decoder layer, a head with its loss.
@@ -33,6 +33,14 @@ impl Block {
         Self {
             link,
             is_of_rows: false,
+        }
+    }
+
+    /// What the layer or head says that stays in memory between its passes: [`Layer::tape`], [`Head::tape`].
+    pub fn tape(&self) -> Option<Tape> {
+        match &self.link {
+            Link::Layer(layer) => layer.tape(),
+            Link::Head(head) => head.tape(),
         }
     }
 
@@ -83,6 +91,8 @@ pub(super) trait AnyLayer: Send + Sync {
     ) -> Result<Option<Tensor>>;
 
     fn infer(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor>;
+
+    fn tape(&self) -> Option<Tape>;
 }
 
 impl<L> AnyLayer for L
@@ -110,5 +120,9 @@ where
 
     fn infer(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
         Layer::infer(self, xs, pass)
+    }
+
+    fn tape(&self) -> Option<Tape> {
+        Layer::tape(self)
     }
 }

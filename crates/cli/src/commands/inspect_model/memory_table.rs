@@ -97,25 +97,13 @@ impl Way {
         let vb = store.builder(self.dtype, &Device::Cpu);
         let model = CausalLm::spec(config, Degrees::default(), &vb, PartConfig::default())?;
         let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 1)?;
-        let tape_bytes = |block| {
-            let blocks = std::iter::once(block);
-            let of_token = CausalLm::tape_bytes_of_blocks(
-                config,
-                blocks,
-                self.dtype,
-                1,
-                false,
-                Recompute::None,
-            );
-            num_tokens * of_token
-        };
         let work = PlannedWork {
             replicas: DataParallel::default(),
             passes: Some(PlannedPasses {
                 plan: &plan,
-                tape_bytes: &tape_bytes,
-                waiting_bytes: &|_, _| 0,
-                border_bytes: 0,
+                tapes: model.tapes(),
+                recompute: Recompute::None,
+                num_rows: num_tokens,
             }),
             update: Some(PlannedUpdate {
                 rule: &AdamW(AdamWConfig::default()),
