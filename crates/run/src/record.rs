@@ -97,6 +97,8 @@ impl TrainingArgs {
         if dp > 1 {
             let zero = format!("{:?}", replicas.zero).to_lowercase();
             order.insert("the ZeRO stage".into(), zero);
+            let group = replicas.zero_group;
+            order.extend(group.map(|group| ("--zero-group".to_string(), group.to_string())));
         }
         order.extend(self.layout.context.sum_order());
         order

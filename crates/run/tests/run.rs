@@ -4,5 +4,7 @@
 mod config;
 #[path = "run/library.rs"]
 mod library;
+#[path = "run/record.rs"]
+mod record;
 #[path = "run/spec.rs"]
 mod spec;

@@ -101,7 +101,7 @@ fn values() -> Vec<(&'static str, &'static str)> {
     ]
 }
 
-fn of_finetune() -> Vec<(&'static str, &'static str)> {
+pub(super) fn of_finetune() -> Vec<(&'static str, &'static str)> {
     let own = [
         ("model", "org/name@main"),
         ("rope-scaling", "yarn:4.5"),
@@ -150,7 +150,7 @@ const COMPANIONS: &[(&str, &[(&str, &str)])] = &[
     ("trace-steps", &[("trace", "t")]),
 ];
 
-fn value(text: &str) -> Value {
+pub(super) fn value(text: &str) -> Value {
     match text {
         "true" => Value::Boolean(true),
         text => Value::String(text.to_string()),
