@@ -130,6 +130,7 @@ mod tests {
 
         const ROWS: usize = Amx::<PARTS>::ROWS;
         const BY_ROWS: bool = Amx::<PARTS>::BY_ROWS;
+        const READS_ROWS: bool = Amx::<PARTS>::READS_ROWS;
         const LANES_STEP: usize = Amx::<PARTS>::LANES_STEP;
         const SUM_LEN: usize = Amx::<PARTS>::SUM_LEN;
 
@@ -290,6 +291,58 @@ mod tests {
             same_bits::<1, bf16>();
             same_bits::<2, f32>();
             same_bits::<3, f32>();
+        }
+    }
+
+    /// Rows of a left matrix that lie in whole lines are read where they are, on as many threads as there are and on one; others are packed.
+    fn check_rows_in_place<K: Kernel>((rows, cols, num_k): (usize, usize, usize)) {
+        let stride = num_k + 32;
+        let mut lines = vec![Line([0; 16]); (rows + 1) * stride / 32 + 1];
+        // SAFETY: lanes are two bf16 each, of any bits.
+        let (_, all, _) = unsafe { lines.align_to_mut::<bf16>() };
+        all.iter_mut()
+            .zip(values::<bf16>((rows + 1) * stride, 3))
+            .for_each(|(place, value)| *place = value);
+        let aligned = all.to_vec();
+        let rhs = values::<bf16>(cols * num_k, 5);
+        let rhs = Matrix::new(&rhs, cols, num_k, num_k).t();
+        let product = |lhs: Matrix<'_, bf16>| {
+            let mut out = vec![0f32; rows * cols];
+            // SAFETY: the processor has the instructions or they are emulated, and the shapes fit.
+            unsafe {
+                let out = MatrixMut::new(&mut out, rows, cols, cols);
+                multiply::<K, bf16, f32>(&out, Addend::Nothing, &[(lhs, rhs)]);
+            }
+            out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        let in_place = Matrix::new(&*all, rows, num_k, stride);
+        assert!(Panel::of_rows(in_place, rows - 32, 32, &(0..num_k)).is_some());
+        assert!(Panel::of_rows(in_place, rows - 31, 32, &(0..num_k)).is_none());
+        let got = product(in_place);
+        // The same, one value further.
+        let mut moved = vec![Line([0; 16]); lines.len() + 1];
+        // SAFETY: as above.
+        let (_, place, _) = unsafe { moved.align_to_mut::<bf16>() };
+        place[1..=aligned.len()].copy_from_slice(&aligned);
+        let packed = Matrix::new(&place[1..=aligned.len()], rows, num_k, stride);
+        assert!(Panel::of_rows(packed, 0, 32, &(0..num_k)).is_none());
+        assert!(got == product(packed), "{rows} x {cols} x {num_k}");
+        let one = rayon::ThreadPoolBuilder::new().num_threads(1).build();
+        assert!(got == one.unwrap().install(|| product(packed)));
+    }
+
+    #[test]
+    fn rows_in_place_give_the_bits_of_packed_ones() {
+        for shape in [
+            (64, 64, 32),
+            (33, 420, 96),
+            (101, 530, 1376),
+            (130, 290, 4128),
+        ] {
+            if has_amx() {
+                check_rows_in_place::<Amx<1>>(shape);
+            }
+            check_rows_in_place::<Emulated<1>>(shape);
         }
     }
 

@@ -50,11 +50,16 @@ static CONFIG: TileConfig = TileConfig {
     rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
 };
 
-/// Where a product of two parts begins.
+/// Where a product of two parts begins, and how it goes on.
 #[repr(C)]
 struct Start {
     lhs: *const Line,
+    /// The lower 16 rows of the left panel.
+    lower_lhs: *const Line,
     rhs: *const Line,
+    steps: usize,
+    /// Bytes from one step of the left panel to the next.
+    lhs_step: usize,
 }
 
 impl<const PARTS: usize> Kernel for Amx<PARTS> {
@@ -62,6 +67,7 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
 
     const ROWS: usize = ROWS;
     const BY_ROWS: bool = true;
+    const READS_ROWS: bool = PARTS == 1;
     const LANES_STEP: usize = LANES;
     const SUM_LEN: usize = SUM_LEN;
 
@@ -90,27 +96,37 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
         if !has_amx() {
             return emulated::multiply::<PARTS>(sums, row_lines, num_rows, add, lhs, rhs);
         }
-        let len = lhs.part(0).len();
+        let len = rhs.part(0).len();
         assert!(len > 0 && len.is_multiple_of(STEP_LINES));
+        let steps = len / STEP_LINES;
+        let (lhs_row, lhs_step) = lhs.steps();
+        let last_line = (ROWS - 1) * lhs_row + (steps - 1) * lhs_step;
         assert!(sums.len() >= tile_lines(ROWS, row_lines));
         let mut starts = [const {
             Start {
                 lhs: std::ptr::null(),
+                lower_lhs: std::ptr::null(),
                 rhs: std::ptr::null(),
+                steps: 0,
+                lhs_step: 0,
             }
         }; 6];
         let products = products(PARTS);
         for (start, (left, right)) in starts.iter_mut().zip(products) {
             let (lhs, rhs) = (lhs.part(*left), rhs.part(*right));
-            assert_eq!([lhs.len(), rhs.len()], [len; 2]);
+            assert!(rhs.len() == len && lhs.len() > last_line);
             *start = Start {
                 lhs: lhs.as_ptr(),
+                lower_lhs: &raw const lhs[LANES * lhs_row],
                 rhs: rhs.as_ptr(),
+                steps,
+                lhs_step: lhs_step * size_of::<Line>(),
             };
         }
         let sums = sums.as_mut_ptr();
         // SAFETY: the tiles are configured as promised by the caller, and read and written nowhere else. The sums have 32 rows, `row`
-        // bytes apart; each product reads as many steps of 2 KiB as both parts have.
+        // bytes apart; each product reads as many steps as the right part has, the left one's last line among them. What is read of the left matrix
+        // is not read soon again: it is not to drive the right panel out of the first-level cache.
         unsafe {
             asm!(
                 "test {add:e}, {add:e}",
@@ -127,22 +143,24 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
                 "tilezero tmm3",
                 "3:",
                 "mov {lhs}, [{starts}]",
-                "mov {rhs}, [{starts} + 8]",
-                "mov {left}, {steps}",
+                "mov {lower_lhs}, [{starts} + 8]",
+                "mov {rhs}, [{starts} + 16]",
+                "mov {left}, [{starts} + 24]",
                 "4:",
                 "tileloadd tmm6, [{rhs} + 2 * {line}]",
-                "tileloadd tmm4, [{lhs} + {line}]",
+                "tileloaddt1 tmm4, [{lhs} + {lhs_row}]",
                 "tdpbf16ps tmm0, tmm4, tmm6",
                 "tileloadd tmm7, [{rhs} + 2 * {line} + 64]",
                 "tdpbf16ps tmm1, tmm4, tmm7",
-                "tileloadd tmm5, [{lhs} + {line} + 1024]",
+                "tileloaddt1 tmm5, [{lower_lhs} + {lhs_row}]",
                 "tdpbf16ps tmm2, tmm5, tmm6",
                 "tdpbf16ps tmm3, tmm5, tmm7",
-                "add {lhs}, 2048",
+                "add {lhs}, [{starts} + 32]",
+                "add {lower_lhs}, [{starts} + 32]",
                 "add {rhs}, 2048",
                 "dec {left}",
                 "jnz 4b",
-                "add {starts}, 16",
+                "add {starts}, 40",
                 "dec {products}",
                 "jnz 3b",
                 "tilestored [{sums} + {row}], tmm0",
@@ -153,13 +171,14 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
                 sums = in(reg) sums,
                 starts = inout(reg) starts.as_ptr() => _,
                 products = inout(reg) products.len() => _,
-                steps = in(reg) len / STEP_LINES,
                 left = out(reg) _,
                 lhs = out(reg) _,
+                lower_lhs = out(reg) _,
                 rhs = out(reg) _,
                 lower = in(reg) sums.wrapping_add(LANES * row_lines),
                 row = in(reg) row_lines * size_of::<Line>(),
                 line = in(reg) 64usize,
+                lhs_row = in(reg) lhs_row * size_of::<Line>(),
                 options(nostack)
             );
         }
@@ -167,4 +186,4 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
 }
 
 const _: () = assert!(ROWS == 2 * LANES && COLS == 2 * LANES && size_of::<TileConfig>() == 64);
-const _: () = assert!(STEP_LINES * size_of::<Line>() == 2048);
+const _: () = assert!(STEP_LINES * size_of::<Line>() == 2048 && size_of::<Start>() == 40);

@@ -3,8 +3,7 @@
 
 use super::caches::second_level;
 use super::kernel::{COLS, Kernel, ROW_LINES};
-use super::packing::Format;
-use super::packing::Layout;
+use super::packing::{Format, Layout, Panel};
 use super::store::Target;
 use crate::element::Element;
 use crate::lines::{LANES, Line, Lines};
@@ -141,34 +140,73 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
 
     fn multiply<K: Kernel>(&self) {
         let panel_lines = self.panel_lines::<K>(COLS);
-        let mut rhs = Lines::new(self.cols.len().div_ceil(COLS) * panel_lines);
+        let num_panels = self.cols.len().div_ceil(COLS);
+        let num_threads = rayon::current_num_threads();
+        if self.is_parallel && num_panels >= 2 * num_threads && self.reads_rows::<K>() {
+            return self.multiply_by_columns::<K>(num_panels, num_threads);
+        }
+        let mut rhs = Lines::new(num_panels * panel_lines);
         self.for_each_chunk(&mut rhs, RHS_PANELS * panel_lines, |group, lines| {
             let start = self.cols.start + group * RHS_PANELS * COLS;
             let cols = start..self.cols.end.min(start + RHS_PANELS * COLS);
-            for sum in self.pass.sums {
-                let source = self.factors[sum.factors].1.t();
-                let layout = self.layout::<K>(sum, COLS, false);
-                let lines = &mut lines[self.first_line::<K>(sum, COLS)..];
-                // SAFETY: the processor has what the kernel needs.
-                unsafe { K::Format::pack(source, cols.clone(), sum.k.clone(), layout, lines) };
-            }
+            self.pack_rhs::<K>(cols, lines);
         });
         let rhs = &*rhs;
         let num_panels = self.target.rows().div_ceil(K::ROWS);
         let num_tasks = self.num_tasks::<K>(num_panels);
-        let work = |task: usize| {
+        self.for_each(num_tasks, |task| {
             let start = task * num_panels / num_tasks * K::ROWS;
             let end = (task + 1) * num_panels / num_tasks * K::ROWS;
             let rows = start..end.min(self.target.rows());
-            self.multiply_rows::<K>(rows, rhs);
-        };
-        match self.is_parallel {
-            true => (0..num_tasks)
-                .into_par_iter()
-                .with_max_len(1)
-                .for_each(work),
-            false => (0..num_tasks).for_each(work),
+            self.multiply_rows::<K>(rows, self.cols.clone(), rhs);
+        });
+    }
+
+    /// Each task packs columns of the right matrix, which then stay in the second-level cache of its core, and multiplies all rows with them: nobody
+    /// waits for anybody, and nothing is packed twice where the left matrix need not be packed.
+    fn multiply_by_columns<K: Kernel>(&self, num_panels: usize, num_threads: usize) {
+        let panel_lines = self.panel_lines::<K>(COLS);
+        let panel_bytes = panel_lines * size_of::<Line>();
+        let most_panels = (second_level() / 4 / panel_bytes).max(1);
+        let num_tasks = num_panels.div_ceil(most_panels).max(num_threads);
+        let num_tasks = num_tasks.next_multiple_of(num_threads).min(num_panels);
+        let row_bytes = self.panel_lines::<K>(K::ROWS) * size_of::<Line>();
+        let most_rows = (second_level() / 4 / row_bytes).max(1) * K::ROWS;
+        self.for_each(num_tasks, |task| {
+            let bound = |task: usize| task * num_panels / num_tasks;
+            let panels = bound(task)..bound(task + 1);
+            let column = |panel: usize| self.cols.end.min(self.cols.start + panel * COLS);
+            let cols = column(panels.start)..column(panels.end);
+            let mut rhs = Lines::new(panels.len() * panel_lines);
+            self.pack_rhs::<K>(cols.clone(), &mut rhs);
+            for row in (0..self.target.rows()).step_by(most_rows) {
+                let rows = row..self.target.rows().min(row + most_rows);
+                self.multiply_rows::<K>(rows, cols.clone(), &rhs);
+            }
+        });
+    }
+
+    fn pack_rhs<K: Kernel>(&self, cols: Range<usize>, lines: &mut [Line]) {
+        for sum in self.pass.sums {
+            let source = self.factors[sum.factors].1.t();
+            let layout = self.layout::<K>(sum, COLS, false);
+            let lines = &mut lines[self.first_line::<K>(sum, COLS)..];
+            // SAFETY: the processor has what the kernel needs.
+            unsafe { K::Format::pack(source, cols.clone(), sum.k.clone(), layout, lines) };
         }
+    }
+
+    /// The rows of the left matrix from `row` on that make a panel for a sum, if they need not be packed.
+    fn rows_in_place<K: Kernel>(&self, sum: &Sum, row: usize) -> Option<Panel<'_>> {
+        let source = self.factors[sum.factors].0;
+        let panel = || Panel::of_rows(source, row, K::ROWS, &sum.k);
+        K::READS_ROWS.then(panel).flatten()
+    }
+
+    /// Whether whole panels of the left matrix need not be packed.
+    fn reads_rows<K: Kernel>(&self) -> bool {
+        let mut sums = self.pass.sums.iter();
+        sums.all(|sum| self.rows_in_place::<K>(sum, 0).is_some())
     }
 
     /// Tasks of rows whose part of the left matrix fits half of the second-level cache, equally many for each thread.
@@ -185,6 +223,16 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
             _ => num_tasks.max(2 * num_threads).next_multiple_of(num_threads),
         };
         num_tasks.min(num_panels)
+    }
+
+    fn for_each(&self, num_tasks: usize, work: impl Fn(usize) + Send + Sync) {
+        match self.is_parallel {
+            true => (0..num_tasks)
+                .into_par_iter()
+                .with_max_len(1)
+                .for_each(work),
+            false => (0..num_tasks).for_each(work),
+        }
     }
 
     fn for_each_chunk(
@@ -206,50 +254,71 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         }
     }
 
-    fn multiply_rows<K: Kernel>(&self, rows: Range<usize>, rhs: &[Line]) {
+    /// Of these rows the columns whose panels of the right matrix are given.
+    fn multiply_rows<K: Kernel>(&self, rows: Range<usize>, cols: Range<usize>, rhs: &[Line]) {
         let panel_lines = self.panel_lines::<K>(K::ROWS);
+        let starts = || rows.clone().step_by(K::ROWS);
+        let sums = self.pass.sums;
+        let is_in_place = |row: &usize| {
+            let mut sums = sums.iter();
+            sums.all(|sum| self.rows_in_place::<K>(sum, *row).is_some())
+        };
+        let num_in_place = starts().take_while(is_in_place).count();
         let num_panels = rows.len().div_ceil(K::ROWS);
-        let mut lhs = Lines::new(num_panels * panel_lines);
-        for sum in self.pass.sums {
+        let mut lhs = Lines::new((num_panels - num_in_place) * panel_lines);
+        let to_pack = rows.end.min(rows.start + num_in_place * K::ROWS)..rows.end;
+        for sum in sums.iter().filter(|_| !to_pack.is_empty()) {
             let source = self.factors[sum.factors].0;
             let layout = self.layout::<K>(sum, K::ROWS, K::BY_ROWS);
             let lines = &mut lhs[self.first_line::<K>(sum, K::ROWS)..];
             // SAFETY: the processor has what the kernel needs.
-            unsafe { K::Format::pack(source, rows.clone(), sum.k.clone(), layout, lines) };
+            unsafe { K::Format::pack(source, to_pack.clone(), sum.k.clone(), layout, lines) };
         }
+        let packed = |sum: &Sum, index: usize| {
+            let layout = self.layout::<K>(sum, K::ROWS, K::BY_ROWS);
+            let panel = &lhs[index * panel_lines + self.first_line::<K>(sum, K::ROWS)..];
+            layout.lanes_of(panel, 0, sum.lanes)
+        };
+        let panel = |sum, (index, row): (usize, usize)| match index.checked_sub(num_in_place) {
+            None => self.rows_in_place::<K>(sum, row),
+            Some(index) => Some(packed(sum, index)),
+        };
+        let panels = |sum| starts().enumerate().filter_map(move |at| panel(sum, at));
+        let panels: Vec<Vec<Panel<'_>>> = sums.iter().map(|sum| panels(sum).collect()).collect();
         let tile_lines = K::ROWS * ROW_LINES;
-        let mut tiles = Lines::new(num_panels * tile_lines);
+        // One sum is stored at once.
+        let num_tiles = if sums.len() == 1 { 1 } else { num_panels };
+        let mut tiles = Lines::new(num_tiles * tile_lines);
+        let pass = (self.pass.is_first, self.pass.is_last);
         // SAFETY: the processor has what the kernel needs; nothing between here and the end leaves this thread.
         unsafe { K::begin() };
-        for (i, rhs) in rhs.chunks_exact(self.panel_lines::<K>(COLS)).enumerate() {
-            let col = self.cols.start + i * COLS;
-            let cols = col..self.cols.end.min(col + COLS);
-            for (i, sum) in self.pass.sums.iter().enumerate() {
-                let rhs_layout = self.layout::<K>(sum, COLS, false);
+        let rhs = rhs.chunks_exact(self.panel_lines::<K>(COLS));
+        for (col, rhs) in cols.clone().step_by(COLS).zip(rhs) {
+            let cols = col..cols.end.min(col + COLS);
+            for (i, (sum, panels)) in sums.iter().zip(&panels).enumerate() {
+                let layout = self.layout::<K>(sum, COLS, false);
                 let rhs = &rhs[self.first_line::<K>(sum, COLS)..];
-                let rhs = rhs_layout.lanes_of(rhs, 0, sum.lanes);
-                let lhs_layout = self.layout::<K>(sum, K::ROWS, K::BY_ROWS);
-                let first_line = self.first_line::<K>(sum, K::ROWS);
-                let panels = lhs.chunks_exact(panel_lines);
-                let tiles = tiles.chunks_exact_mut(tile_lines).zip(panels);
-                for ((tile, lhs), row) in tiles.zip(rows.clone().step_by(K::ROWS)) {
+                let rhs = layout.lanes_of(rhs, 0, sum.lanes);
+                let is_last = i + 1 == sums.len();
+                for (index, (row, lhs)) in starts().zip(panels).enumerate() {
                     let rows = row..rows.end.min(row + K::ROWS);
                     let extent = (rows.len(), cols.len());
-                    if self.pass.is_last && i + 1 == self.pass.sums.len() {
-                        self.target.prefetch(rows, &cols);
+                    let tile = &mut tiles[index % num_tiles * tile_lines..][..tile_lines];
+                    if is_last && self.pass.is_last {
+                        self.target.prefetch(rows.clone(), &cols);
                     }
-                    let lhs = lhs_layout.lanes_of(&lhs[first_line..], 0, sum.lanes);
                     // SAFETY: the processor has what the kernel needs, and the thread is prepared.
-                    unsafe { K::multiply(tile, ROW_LINES, extent, i > 0, lhs, rhs) };
-                }
-            }
-            let (is_first, is_last) = (self.pass.is_first, self.pass.is_last);
-            let (rows, pass) = (rows.clone(), (is_first, is_last));
-            // SAFETY: the processor is asked; nobody else uses these rows, and passes follow each other.
-            unsafe {
-                match has_avx512() {
-                    true => self.target.store(rows, cols, &tiles, pass),
-                    false => self.target.store_anywhere(rows, cols, &tiles, pass),
+                    unsafe { K::multiply(tile, ROW_LINES, extent, i > 0, *lhs, rhs) };
+                    if !is_last {
+                        continue;
+                    }
+                    // SAFETY: the processor is asked; nobody else uses these rows of these columns, and passes follow each other.
+                    unsafe {
+                        match has_avx512() {
+                            true => self.target.store(rows, cols.clone(), tile, pass),
+                            false => self.target.store_anywhere(rows, cols.clone(), tile, pass),
+                        }
+                    }
                 }
             }
         }

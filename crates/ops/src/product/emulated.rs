@@ -89,9 +89,9 @@ pub(super) fn multiply<const PARTS: usize>(
         #[inline(always)]
         || {
             for (left, right) in products(PARTS) {
-                let lhs = lhs.part(*left).chunks_exact(STEP_LINES);
-                let rhs = rhs.part(*right).chunks_exact(STEP_LINES);
-                for (lhs, rhs) in lhs.zip(rhs) {
+                let left = lhs.part(*left);
+                let (row_step, lane_step) = lhs.steps();
+                for (step, rhs) in rhs.part(*right).chunks_exact(STEP_LINES).enumerate() {
                     let mut columns = [[[0f32; COLS]; 2]; LANES];
                     for (columns, lane) in columns.iter_mut().zip(rhs.as_chunks::<ROW_LINES>().0) {
                         for col in 0..COLS {
@@ -100,8 +100,9 @@ pub(super) fn multiply<const PARTS: usize>(
                             columns[1][col] = second;
                         }
                     }
-                    for (sums, lhs) in rows.iter_mut().zip(lhs) {
-                        add_dots(sums, lhs, &columns);
+                    for (row, sums) in rows.iter_mut().enumerate() {
+                        let line = row * row_step + step * lane_step;
+                        add_dots(sums, &left[line], &columns);
                     }
                 }
             }

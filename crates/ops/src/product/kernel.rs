@@ -18,6 +18,8 @@ pub(super) trait Kernel {
     const ROWS: usize;
     /// Whether panels of the left matrix are packed by rows.
     const BY_ROWS: bool;
+    /// Whether panels of the left matrix may be rows of bf16 as they lie in the matrix.
+    const READS_ROWS: bool = false;
     /// Panels have a multiple of so many lanes along `k`.
     const LANES_STEP: usize;
     /// Most values along `k` that are summed in registers.

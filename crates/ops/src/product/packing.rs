@@ -9,6 +9,7 @@ use crate::element::Element;
 use crate::lines::{LANES, Line};
 use crate::matrix::Matrix;
 use crate::product_lanes::Lanes;
+use candle_core::DType;
 use std::arch::x86_64::{
     __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_setzero_si512, _mm512_store_si512,
 };
@@ -67,6 +68,8 @@ impl Layout {
             lines: &panel[first * lines_per_lane..],
             len: count * lines_per_lane,
             part_stride: self.part_lines(),
+            vector_step: 1,
+            lane_step: lines_per_lane * LANES,
         }
     }
 
@@ -97,9 +100,53 @@ pub(super) struct Panel<'a> {
     lines: &'a [Line],
     len: usize,
     part_stride: usize,
+    vector_step: usize,
+    lane_step: usize,
 }
 
+/// Rows that are a multiple of so many bytes apart are all in the same few places of the first-level cache.
+const SAME_PLACE: usize = 1 << 12;
+
 impl<'a> Panel<'a> {
+    /// `num_rows` rows of a matrix of bf16 from `row` on as they lie there, as a panel that is packed by vectors has them, if these are whole
+    /// lines.
+    pub(super) fn of_rows<T: Element>(
+        source: Matrix<'a, T>,
+        row: usize,
+        num_rows: usize,
+        k: &Range<usize>,
+    ) -> Option<Self> {
+        let values = size_of::<Line>() / size_of::<T>();
+        let row_bytes = source.row_stride * size_of::<T>();
+        let is_whole = T::DTYPE == DType::BF16
+            && source.col_stride == 1
+            && row + num_rows <= source.rows
+            && k.end <= source.cols
+            && k.len().is_multiple_of(values)
+            && row_bytes.is_multiple_of(size_of::<Line>())
+            && !row_bytes.is_multiple_of(SAME_PLACE);
+        if !is_whole || k.is_empty() || num_rows == 0 {
+            return None;
+        }
+        let first = row * source.row_stride + k.start;
+        let rows = &source.data[first..first + (num_rows - 1) * source.row_stride + k.len()];
+        // SAFETY: a line is 16 lanes without padding, and any two bf16 are one of them.
+        let (before, lines, after) = unsafe { rows.align_to::<Line>() };
+        let is_aligned = before.is_empty() && after.is_empty();
+        is_aligned.then_some(Self {
+            lines,
+            len: lines.len(),
+            part_stride: 0,
+            vector_step: row_bytes / size_of::<Line>(),
+            lane_step: 1,
+        })
+    }
+
+    /// Of a panel that is packed by vectors, lines from a line of one vector to that of the next, and to the next one of the same.
+    pub(super) fn steps(self) -> (usize, usize) {
+        (self.vector_step, self.lane_step)
+    }
+
     /// Those of one part of the values.
     pub(super) fn part(self, part: usize) -> &'a [Line] {
         &self.lines[part * self.part_stride..][..self.len]
