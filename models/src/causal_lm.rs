@@ -85,7 +85,8 @@ impl CausalLm {
         let layout = Self::layout(config, &degrees, parts.layout)?;
         let heads = config.heads_of_rank(degrees.tp);
         parts.context.groups(degrees.cp, heads, vb.dtype())?;
-        let tp = ProcessGroup::unconnected(0, degrees.tp, vb.device().clone());
+        // Of parts that differ the last ones are the largest, for the memory of passes.
+        let tp = ProcessGroup::unconnected(degrees.tp - 1, degrees.tp, vb.device().clone());
         let ranks = LayerRanks {
             region: region(&tp, parts.sequence_parallel),
             context: ContextParallel::none(vb.device()),

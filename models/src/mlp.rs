@@ -93,6 +93,7 @@ impl Mlp {
         let up = column_parallel_tape(&[&self.gate_proj, &self.up_proj]);
         let down = self.down_proj.tape_of(true);
         Tape {
+            input: up.input,
             // Of each of the two as much as goes into the third.
             saved: 2 * down.input,
             waiting: up.waiting + down.waiting,

@@ -318,17 +318,24 @@ mod tests {
         let in_place = Matrix::new(&*all, rows, num_k, stride);
         assert!(Panel::of_rows(in_place, rows - 32, 32, &(0..num_k)).is_some());
         assert!(Panel::of_rows(in_place, rows - 31, 32, &(0..num_k)).is_none());
-        let got = product(in_place);
+        // So that there are columns enough for each thread.
+        let pool = |num_threads| {
+            rayon::ThreadPoolBuilder::new()
+                .num_threads(num_threads)
+                .build()
+        };
+        let got = pool(2).unwrap().install(|| product(in_place));
         // The same, one value further.
-        let mut moved = vec![Line([0; 16]); lines.len() + 1];
+        let mut moved = vec![Line([0; 16]); aligned.len() / 32 + 1];
         // SAFETY: as above.
         let (_, place, _) = unsafe { moved.align_to_mut::<bf16>() };
         place[1..=aligned.len()].copy_from_slice(&aligned);
         let packed = Matrix::new(&place[1..=aligned.len()], rows, num_k, stride);
         assert!(Panel::of_rows(packed, 0, 32, &(0..num_k)).is_none());
         assert!(got == product(packed), "{rows} x {cols} x {num_k}");
-        let one = rayon::ThreadPoolBuilder::new().num_threads(1).build();
-        assert!(got == one.unwrap().install(|| product(packed)));
+        for values in [in_place, packed] {
+            assert!(got == pool(1).unwrap().install(|| product(values)));
+        }
     }
 
     #[test]

@@ -162,8 +162,8 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         });
     }
 
-    /// Each task packs columns of the right matrix, which then stay in the second-level cache of its core, and multiplies all rows with them: nobody
-    /// waits for anybody, and nothing is packed twice where the left matrix need not be packed.
+    /// Each task packs columns of the right matrix, which then stay in the second-level cache of its core, and multiplies all rows with them: no thread
+    /// waits for what another one packs. Of the left matrix only rows that fill no panel are packed, by each task.
     fn multiply_by_columns<K: Kernel>(&self, num_panels: usize, num_threads: usize) {
         let panel_lines = self.panel_lines::<K>(COLS);
         let panel_bytes = panel_lines * size_of::<Line>();
@@ -285,6 +285,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         };
         let panels = |sum| starts().enumerate().filter_map(move |at| panel(sum, at));
         let panels: Vec<Vec<Panel<'_>>> = sums.iter().map(|sum| panels(sum).collect()).collect();
+        assert!(panels.iter().all(|panels| panels.len() == num_panels));
         let tile_lines = K::ROWS * ROW_LINES;
         // One sum is stored at once.
         let num_tiles = if sums.len() == 1 { 1 } else { num_panels };

@@ -22,7 +22,7 @@ pub(super) struct Target<'a, Out> {
     _memory: Vec<f32>,
 }
 
-// SAFETY: the one part that threads may not simply share is the memory written to, and each writes rows of its own.
+// SAFETY: the one part that threads may not simply share is the memory written to, and each writes rows or columns of its own.
 unsafe impl<Out> Sync for Target<'_, Out> {}
 
 impl<'a, Out: Element> Target<'a, Out> {

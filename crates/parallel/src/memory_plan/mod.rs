@@ -48,6 +48,11 @@ impl PlannedPasses<'_> {
     /// An error that names a block of which nothing is known.
     fn check(&self) -> Result<()> {
         let num_blocks = self.plan.layout().num_blocks();
+        if self.tapes.is_empty() {
+            bail!(
+                "nothing is known of what the blocks keep between their passes\nhint: ModelSpec::describe asks the blocks of a model; one that was built does not know"
+            );
+        }
         if let Some(block) = (0..num_blocks).find(|&block| self.said(block).is_none()) {
             bail!(
                 "block {block} does not say what it keeps between its passes, so its memory cannot be planned\nhint: Layer::tape and Head::tape \

@@ -154,7 +154,7 @@ impl ModelSpec {
         &self.layout
     }
 
-    /// What the blocks say that stays in memory between their passes, on the first tensor-parallel rank, which has the largest parts: for
+    /// What the blocks say that stays in memory between their passes, on the tensor-parallel rank that they were described for: for
     /// [`PlannedPasses`](crate::PlannedPasses). Nothing of a model that was built.
     pub fn tapes(&self) -> &[Option<Tape>] {
         &self.tapes
