@@ -49,7 +49,7 @@ for source in "${programs[@]}"; do
     printf '%-16s %12d\n' "$name" "$(stat -c %s "$programs_folder/$name")"
 done
 # Most of each program is kernels that all of them have: a window of more than one program finds them in the one before.
-tar --create --directory "$programs_folder" . | xz --threads=1 --lzma2=preset=6,dict=128MiB > "$target/bundle/programs.tar.xz"
+tar --create --directory "$programs_folder" . | xz --threads=1 --lzma2=preset=2,dict=128MiB > "$target/bundle/programs.tar.xz"
 bundle_bytes=$(stat -c %s "$target/bundle/programs.tar.xz")
 printf '%-16s %12d\n' 'together as xz' "$bundle_bytes"
 echo "built in $((built - began)) s, packed in $((SECONDS - built)) s: $target/bundle"

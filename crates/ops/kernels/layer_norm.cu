@@ -131,7 +131,7 @@ __device__ void layer_norm_backward(T* dx, float* dw, float* db, const T* x, con
             Floats<N> d = load<N>(dy + start + i);
 #pragma unroll
             for (int j = 0; j < N; ++j) {
-                float g = d.at[j] * scale.at[j];
+                float g = __fmul_rn(d.at[j], scale.at[j]);
                 grads += g;
                 products += g * of_row.centred(a.at[j]);
             }
@@ -152,7 +152,9 @@ __device__ void layer_norm_backward(T* dx, float* dw, float* db, const T* x, con
             for (int j = 0; j < N; ++j) {
                 float c = of_row.centred(a.at[j]);
                 terms.at[j] = d.at[j] * c * r;
-                a.at[j] = around.at[j] + r * (d.at[j] * scale.at[j] - along_ones - c * along_x);
+                // Not fused: the mean is that of the rounded products, and of a row of one value the difference is zero.
+                float g = __fmul_rn(d.at[j], scale.at[j]);
+                a.at[j] = around.at[j] + r * (g - along_ones - c * along_x);
             }
             dw_sums.add(i, terms);
             db_sums.add(i, d);

@@ -281,7 +281,7 @@ int ncclCommInitRankConfig(void** comm, int num_ranks, UniqueId id, int number, 
     return begin(*rank, [rank = rank.get()] {
         std::lock_guard lock(clique_mutex());
         int result = rank->clique->result;
-        return result == INVALID_USAGE ? fails(result, "Duplicate GPU detected : several ranks on one CUDA device") : result;
+        return result == INVALID_USAGE ? fails(result, "ncclAsyncJobComplete: a job has failed, job error 5") : result;
     });
 }
 

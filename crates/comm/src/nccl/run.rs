@@ -104,8 +104,16 @@ impl NcclCommunicator {
         let group = group.and_then(|group| session.run.add(group));
         let group = group.map_err(|error| {
             let device = device::name(&config.device);
+            // It does not say which usage is invalid.
+            let hint = match error.to_string().contains("invalid usage") {
+                true => {
+                    "\nhint: NCCL refuses ranks that share a GPU: give each rank of a host a GPU of its own; NCCL_DEBUG=WARN has NCCL \
+                     say more"
+                }
+                false => "",
+            };
             Error::Backend(format!(
-                "rank {rank} on {device} cannot join the other ranks: {error}"
+                "rank {rank} on {device} cannot join the other ranks: {error}{hint}"
             ))
         })?;
         Ok(Self {

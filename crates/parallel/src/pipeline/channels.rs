@@ -65,7 +65,11 @@ impl Channels {
                 groups.len()
             );
         }
-        let num_bytes = used()?.saturating_sub(used_before) as usize;
+        // Without channels others' allocations on the same GPU would count.
+        let num_bytes = match groups.is_empty() {
+            true => 0,
+            false => used()?.saturating_sub(used_before) as usize,
+        };
         Ok(Self {
             rank: pp.rank(),
             groups,

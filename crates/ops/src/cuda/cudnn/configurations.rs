@@ -1,7 +1,7 @@
 //! The configurations of kernels that cuDNN suggests for a pass, best first.
 
 use super::descriptor::{Descriptor, Value};
-use super::graph::Graph;
+use super::graph::{FinishedGraph, Graph};
 use super::library::{Library, Opaque, is_out_of_memory};
 use super::plan::Plan;
 use super::sizes::{Direction, Sizes};
@@ -26,8 +26,7 @@ const MODES: [i32; 2] = [3, 2];
 pub(super) struct Configurations {
     library: &'static Library,
     target: Target,
-    /// The last is the graph itself, which refers to the others.
-    graph: Vec<Descriptor>,
+    graph: FinishedGraph,
     found: Vec<Descriptor>,
     /// Modes that were asked.
     num_asked: usize,
@@ -83,7 +82,7 @@ impl Configurations {
             Target::Properties(_) => (),
         }
         let plan = Descriptor::of(self.library, 5, &attributes)?;
-        Plan::new(self.library, plan).map(Some)
+        Plan::new(self.library, plan, self.graph.arguments.clone()).map(Some)
     }
 
     /// Asks one mode after the other until the configuration of this number is found.
@@ -105,7 +104,8 @@ impl Configurations {
     }
 
     fn suggested(&self, mode: i32) -> Result<Vec<Descriptor>> {
-        let graph: Vec<Opaque> = self.graph.last().map(Descriptor::raw).into_iter().collect();
+        let graph = self.graph.descriptors.last().map(Descriptor::raw);
+        let graph: Vec<Opaque> = graph.into_iter().collect();
         let mut attributes = vec![(200, Value::HeuristicMode(mode))];
         #[cfg(test)]
         let properties;

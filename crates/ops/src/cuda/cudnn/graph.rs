@@ -133,8 +133,18 @@ pub(super) struct Graph {
     descriptors: Vec<Descriptor>,
     operations: Vec<Opaque>,
     num_virtual: i64,
+    /// What a call must bring along: tensors in memory and numbers, by their numbers.
+    arguments: Vec<i64>,
     sizes: Sizes,
     documents: Option<Documents>,
+}
+
+/// A graph that is complete.
+pub(super) struct FinishedGraph {
+    /// The last is the graph itself, which refers to the others.
+    pub(super) descriptors: Vec<Descriptor>,
+    /// What a call must bring along, and nothing else.
+    pub(super) arguments: Vec<i64>,
 }
 
 impl Graph {
@@ -144,6 +154,7 @@ impl Graph {
             descriptors: Vec::new(),
             operations: Vec::new(),
             num_virtual: 0,
+            arguments: Vec::new(),
             sizes,
             documents: None,
         };
@@ -332,6 +343,9 @@ impl Graph {
         ];
         attributes.extend_from_slice(more);
         let raw = self.keep(17, &attributes)?;
+        if number < FIRST_VIRTUAL && !self.arguments.contains(&number) {
+            self.arguments.push(number);
+        }
         Ok(Node { raw, dims })
     }
 
@@ -489,12 +503,15 @@ impl Graph {
         Ok(raw)
     }
 
-    /// The finished graph, with `more` attributes: the last of the descriptors, which it refers to.
-    pub(super) fn finish(mut self, more: &[(c_int, Value<'_>)]) -> Result<Vec<Descriptor>> {
+    /// The finished graph, with `more` attributes.
+    pub(super) fn finish(mut self, more: &[(c_int, Value<'_>)]) -> Result<FinishedGraph> {
         let operations = std::mem::take(&mut self.operations);
         let mut attributes = vec![(801, Value::Descriptors(&operations))];
         attributes.extend_from_slice(more);
         self.keep(15, &attributes)?;
-        Ok(self.descriptors)
+        Ok(FinishedGraph {
+            descriptors: self.descriptors,
+            arguments: self.arguments,
+        })
     }
 }

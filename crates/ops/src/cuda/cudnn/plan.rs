@@ -2,33 +2,43 @@
 
 use super::descriptor::{Descriptor, Value};
 use super::library::{Library, Opaque};
-use candle_core::Result;
+use candle_core::{Result, bail};
 use std::ffi::c_void;
 
 /// A plan; it refers to its graph.
 pub(super) struct Plan {
     library: &'static Library,
     plan: Descriptor,
+    /// What a call must bring along, by its numbers in the graph.
+    arguments: Vec<i64>,
     pub(super) workspace_bytes: usize,
 }
 
 impl Plan {
-    /// The plan of a finalized descriptor.
-    pub(super) fn new(library: &'static Library, plan: Descriptor) -> Result<Self> {
+    /// The plan of a finalized descriptor, for a graph with these arguments.
+    pub(super) fn new(
+        library: &'static Library,
+        plan: Descriptor,
+        arguments: Vec<i64>,
+    ) -> Result<Self> {
         let workspace_bytes = usize::try_from(plan.int(402)?).unwrap_or_default();
         Ok(Self {
             library,
             plan,
+            arguments,
             workspace_bytes,
         })
     }
 
     /// Puts the pass on the handle's stream; `tensors` are their numbers in the graph and addresses on the GPU, `values` the
-    /// numbers that the call brings along, by theirs.
+    /// numbers that the call brings along, by theirs. cuDNN refuses what its graph does not name, so of both only that is taken.
+    ///
+    /// # Errors
+    /// An argument of the graph that is missing, and cuDNN's refusal.
     ///
     /// # Safety
-    /// The tensors and values must be all that the graph reads or writes in memory, of its sizes and aligned, the workspace as large as
-    /// the plan says, and the handle that of the plan's GPU, used by nobody else meanwhile.
+    /// The tensors must have the graph's sizes and be aligned, the workspace must be as large as the plan says, and the handle must be that
+    /// of the plan's GPU, used by nobody else meanwhile.
     pub(super) unsafe fn run(
         &self,
         handle: Opaque,
@@ -36,26 +46,27 @@ impl Plan {
         workspace: u64,
         values: &[(i64, f32)],
     ) -> Result<()> {
-        let ids: Vec<i64> = tensors
-            .iter()
-            .map(|(id, _)| *id)
-            .chain(values.iter().map(|(id, _)| *id))
-            .collect();
-        let pointers: Vec<*mut c_void> = tensors
-            .iter()
-            .map(|(_, address)| *address as *mut c_void)
-            .chain(
-                values
-                    .iter()
-                    .map(|(_, value)| (&raw const *value).cast_mut().cast()),
-            )
-            .collect();
+        let pointer = |number: &i64| {
+            let mut tensors = tensors.iter();
+            let tensor = tensors.find(|(other, _)| other == number);
+            let address = tensor.map(|(_, address)| *address as *mut c_void);
+            let value = || values.iter().find(|(other, _)| other == number);
+            let pointer = address
+                .or_else(|| value().map(|(_, value)| (&raw const *value).cast_mut().cast()))
+                .filter(|pointer| !pointer.is_null());
+            match pointer {
+                Some(pointer) => Ok(pointer),
+                None => bail!("attention by cuDNN: argument {number} of its graph is missing"),
+            }
+        };
+        let pointers = self.arguments.iter().map(pointer);
+        let pointers: Vec<*mut c_void> = pointers.collect::<Result<_>>()?;
         let workspace = [workspace as *mut c_void];
         let arguments = Descriptor::of(
             self.library,
             16,
             &[
-                (1000, Value::Ints(&ids)),
+                (1000, Value::Ints(&self.arguments)),
                 (1001, Value::Pointers(&pointers)),
                 (1003, Value::Pointers(&workspace)),
             ],
