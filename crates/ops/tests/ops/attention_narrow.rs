@@ -40,7 +40,7 @@ fn narrow_types_are_f32_but_for_their_roundings() -> Result<()> {
         }
         // Lengths that are no multiples of cuDNN's tiles, and the one at which training on a GPU is measured; the CPU, or a GPU
         // emulated by it, would take minutes.
-        for t in [128, 129, 200, 1000] {
+        for t in [129, 200, 1000] {
             cases.extend([(2, t, 8, 2, 64), (2, t, 4, 4, 128)]);
         }
         cases.extend([(1, 4096, 32, 8, 128), (8, 2048, 32, 8, 64)]);
@@ -54,7 +54,10 @@ fn check_windows(case: Case) -> Result<()> {
     for is_packed in [false, true] {
         for window in [None, Some(case.1 / 3 + 1)] {
             check(case, (window, is_packed), DType::BF16, 1.0)?;
-            check(case, (window, is_packed), DType::F16, F16_SHARE)?;
+            // Each type takes cuDNN plans of its own, of half a second.
+            if window.is_some() == is_packed {
+                check(case, (window, is_packed), DType::F16, F16_SHARE)?;
+            }
         }
     }
     Ok(())
