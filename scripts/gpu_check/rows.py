@@ -22,7 +22,10 @@ def memory(parts):
 
 
 def result_of(part):
-    return lambda parts: parts[part]["result"]
+    def cell(parts):
+        result = parts[part]["result"]
+        return "failed or not finished" if result.startswith(("FAILED", "SKIPPED")) else result
+    return cell
 
 
 # Case, goal, what the cell of a GPU says.

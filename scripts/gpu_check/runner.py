@@ -80,8 +80,10 @@ class Runner:
                                        stderr=subprocess.STDOUT, start_new_session=True)
             try:
                 code = process.wait(timeout=secs)
+                how = f"exit code {code}"
             except subprocess.TimeoutExpired:
-                code = f"none within {secs:.0f} s" + (", when the call's time was over" if secs < deadline else "")
+                code = None
+                how = f"not finished within {secs:.0f} s" + (", when the call's time was over" if secs < deadline else "")
             finally:
                 # What it has started goes with it: a process that stays would keep memory of the GPU.
                 with contextlib.suppress(ProcessLookupError):
@@ -89,7 +91,7 @@ class Runner:
                 process.wait()
         text = log.read_text(errors="replace")
         if code != 0:
-            raise Failed(f"{what}: exit code {code}: " + " | ".join(text.strip().splitlines()[-6:]))
+            raise Failed(f"{what}: {how}: " + " | ".join(text.strip().splitlines()[-6:]))
         return text
 
     def ours(self, what, name, arguments, deadline, variables=None, launcher=()):

@@ -67,7 +67,7 @@ class Runs(unittest.TestCase):
         run = self.runner()
         marker = self.path / "still here"
         began = time.monotonic()
-        with self.assertRaisesRegex(Failed, "none within 5 s"):
+        with self.assertRaisesRegex(Failed, "not finished within 5 s"):
             run.run("sleep", ["sh", "-c", f"(sleep 7; touch '{marker}') & wait"], 5)
         self.assertLess(time.monotonic() - began, 7)
         time.sleep(max(0, 8 - (time.monotonic() - began)))

@@ -2,7 +2,7 @@
 //! products. The crate's public functions come here when their tensors are on a GPU, with shapes that they have checked;
 //! here the dtypes, the device and the layouts are.
 //!
-//! Tested on an emulated GPU, with the kernels compiled for the CPU. Nothing here has run on a GPU yet.
+//! Tested on an emulated GPU, with the kernels compiled for the CPU, and on an H100 (`docs/gpu/RESULTS.md`).
 
 #![allow(unsafe_code)]
 
