@@ -299,7 +299,8 @@ fn bench(
     };
     let store = args
         .freeze
-        .apply(store.with_data_parallel(args.layout.data_parallel()));
+        .apply(store.with_data_parallel(args.layout.data_parallel()))
+        .with_offload(args.layout.offload());
     let vb = store.builder(dtype, mesh.world.device());
     let part = args.layout.part(config, &mesh, &vb, args.seq_len)?;
     args.freeze.check(part.params().catalog())?;
@@ -464,7 +465,6 @@ fn median(secs: &mut [f64]) -> Option<f64> {
 fn train_config(num_steps: usize, layout: &LayoutArgs, loss_scaling: LossScaling) -> TrainConfig {
     TrainConfig {
         loss_scaling,
-        offload: layout.offload.clone().unwrap_or_default(),
         schedule: layout.pipeline.order.schedule,
         pipeline_prefetch: layout.pipeline.pipeline_prefetch,
         ..TrainConfig::new(LrSchedule::constant(1e-4, num_steps))

@@ -19,8 +19,8 @@ pub fn allocated_of_rank() -> Option<&'static AtomicI64> {
     OF_RANK.get()
 }
 
-/// Has the calling thread allocate for a rank from now on.
-pub(crate) fn allocate_for(rank: &'static AtomicI64) {
+/// Has the calling thread allocate for a rank from now on: for a thread that works for the rank, which [`allocated_of_rank`] knows.
+pub fn allocate_for(rank: &'static AtomicI64) {
     OF_RANK.set(Some(rank));
 }
 

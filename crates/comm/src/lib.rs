@@ -56,7 +56,7 @@ pub mod trace;
 mod unconnected;
 mod watch;
 
-pub use adopted::{MIN_ADOPTED_BYTES, adopted_bytes, allocated_of_rank};
+pub use adopted::{MIN_ADOPTED_BYTES, adopted_bytes, allocate_for, allocated_of_rank};
 pub use backend::Backend;
 pub use candle_launch::{Fingerprint, RankEnv};
 pub use choices::HalfSums;

@@ -11,7 +11,7 @@ enum Streams {
     Gpu(crate::cuda::CopyStreams),
 }
 
-/// Memory of the host for flat values of a device, f32 or i16.
+/// Memory of the host for flat values of a device.
 pub struct HostBuffer {
     len: usize,
     dtype: DType,
@@ -46,13 +46,18 @@ impl HostCopies {
         }))
     }
 
-    /// Memory for `len` values of type F32 or I16.
+    /// Memory for `len` values of type F32, BF16, F16, I16 or U8.
     ///
     /// # Errors
     /// Another type; the host has no such memory that a GPU can copy to.
     pub fn buffer(&self, len: usize, dtype: DType) -> Result<HostBuffer> {
-        if !matches!(dtype, DType::F32 | DType::I16) {
-            bail!("values of type {dtype:?} cannot be kept on the host, only F32 and I16");
+        if !matches!(
+            dtype,
+            DType::F32 | DType::BF16 | DType::F16 | DType::I16 | DType::U8
+        ) {
+            bail!(
+                "values of type {dtype:?} cannot be kept on the host, only F32, BF16, F16, I16 and U8"
+            );
         }
         let kept = match &self.0 {
             Streams::None => Kept::Here(None),

@@ -98,6 +98,7 @@ mod layers;
 mod lora;
 mod memory;
 mod memory_plan;
+mod offload;
 mod optimizer;
 mod params;
 mod pass;
@@ -122,9 +123,10 @@ pub use memory::{
     MemoryCategory, MemoryGuard, MemoryMeter, MemoryReport, MemoryUse, count_memory_with,
 };
 pub use memory_plan::{MemoryPlan, Moment, PlannedPasses, PlannedUpdate, PlannedWork};
+pub use offload::Offload;
 pub use optimizer::{
-    AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Needs, Offload, Optimizer,
-    OptimizerState, ParamGroup, ParamMatrix, ParamSlice, SliceWeight, StepReport, UpdateStep,
+    AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Needs, Optimizer, OptimizerState,
+    ParamGroup, ParamMatrix, ParamSlice, SliceWeight, StepReport, UpdateStep,
 };
 pub use params::{
     DataParallel, HeldParam, Holder, ModelSpec, Param, ParamBuilder, ParamSpec, ParamStore,

@@ -108,6 +108,8 @@ impl RunSpec {
         check_flags(&self.training, &self.lora, &self.data)?;
         self.training.validate_filled()?;
         self.check_ranks()?;
+        let layout = &self.training.layout;
+        (layout.offload()).validate(&layout.data_parallel(), self.on_gpus)?;
         self.training.check_model(&self.config, &self.longer)?;
         let widest = self.config.intermediate_size.max(self.config.hidden_size);
         if let Some(rank) = self.lora.lora_rank.filter(|rank| *rank > widest) {
@@ -211,11 +213,11 @@ impl RunSpec {
         });
         let update = PlannedUpdate {
             rule: &AdamW(AdamWConfig::default()),
-            offload: &parts.offload.clone().unwrap_or_default(),
-            on_gpu: self.on_gpus,
         };
         let work = PlannedWork {
             replicas: self.training.data_parallel(),
+            offload: &parts.offload(),
+            on_gpu: self.on_gpus,
             passes,
             update: Some(update),
         };

@@ -475,7 +475,9 @@ impl TrainingRun<'_> {
             let done = move || num_bytes.load(Ordering::Relaxed);
             Activity::of_bytes("loading weights", None, done)
         });
-        let store = store.with_data_parallel(training.data_parallel());
+        let store = store
+            .with_data_parallel(training.data_parallel())
+            .with_offload(training.layout.offload());
         let vb = store.builder(training.layout.dtype(), mesh.world.device());
         let seq_len = training.batches.sequences.seq_len();
         let part = training

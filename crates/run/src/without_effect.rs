@@ -3,7 +3,6 @@
 
 use candle_comm::{Degrees, RunConfig};
 use candle_core::Device;
-use candle_parallel::Offload;
 
 use crate::args::choices::Choice;
 use crate::args::training::TrainingArgs;
@@ -79,10 +78,10 @@ impl TrainingArgs {
             (
                 on_cpus,
                 with(
-                    layout.offload == Some(Offload::Host),
-                    "--offload optimizer".to_string(),
+                    layout.offload.is_some() && layout.offload().dirs.is_empty(),
+                    format!("--offload {}", layout.offload()),
                 ),
-                "a CPU, so memory is not divided",
+                "a CPU, whose memory is the host's: --offload-dir names a folder",
             ),
         ];
         let idle = rules.into_iter().filter(|(is_idle, ..)| *is_idle);

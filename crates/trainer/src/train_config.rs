@@ -1,7 +1,7 @@
 //! What a training run needs to know beside the model, the data and the mesh.
 
 use candle_core::{Result, bail};
-use candle_parallel::{AdamWConfig, LossScaling, Offload, Schedule};
+use candle_parallel::{AdamWConfig, LossScaling, Schedule};
 use serde::{Deserialize, Serialize};
 
 use crate::lr_schedule::LrSchedule;
@@ -19,9 +19,6 @@ pub struct TrainConfig {
     /// How the loss scale changes; counts for models that compute in f16.
     #[serde(default)]
     pub loss_scaling: LossScaling,
-    /// Where the optimizer's state and masters are.
-    #[serde(default)]
-    pub offload: Offload,
     /// Order of the micro-batches in the pipeline.
     pub schedule: Schedule,
     /// Receives that a pipeline rank posts ahead: see [`Pipeline::with_prefetch`](candle_parallel::Pipeline::with_prefetch).
@@ -36,7 +33,6 @@ impl TrainConfig {
             adamw: AdamWConfig::default(),
             max_grad_norm: Some(1.0),
             loss_scaling: LossScaling::default(),
-            offload: Offload::None,
             schedule: Schedule::OneForwardOneBackward,
             pipeline_prefetch: 1,
         }

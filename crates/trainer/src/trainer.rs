@@ -116,13 +116,13 @@ impl Trainer {
     /// # Errors
     /// A field of the configuration out of its range, and what ranks say differently of the model.
     pub fn new(config: TrainConfig, mesh: &Mesh, part: ModelPart) -> Result<Self> {
-        let (rule, offload) = (AdamW(config.adamw), config.offload.clone());
+        let rule = AdamW(config.adamw);
         Self::with_optimizer(config, mesh, part, |params| {
-            DistributedOptimizer::offloaded(params, mesh, rule, &offload)
+            DistributedOptimizer::new(params, mesh, rule)
         })
     }
 
-    /// As [`Self::new`], with the optimizer that `make` builds in place of AdamW with the configuration's constants and offload: one
+    /// As [`Self::new`], with the optimizer that `make` builds in place of AdamW with the configuration's constants: one
     /// with another rule, with parameter groups, or with state that was saved. In f16 one without a loss scale gets the
     /// configuration's.
     ///
@@ -161,9 +161,8 @@ impl Trainer {
             true => (config.adamw).scaled_to_batches(1.0 / server.num_workers() as f64),
             false => config.adamw,
         };
-        let (rule, offload) = (AdamW(constants), config.offload.clone());
-        let make =
-            |params: &Parameters| DistributedOptimizer::offloaded(params, mesh, rule, &offload);
+        let rule = AdamW(constants);
+        let make = |params: &Parameters| DistributedOptimizer::new(params, mesh, rule);
         let source = GradientSource::Workers(Box::new((server, mesh.clone())));
         Self::with_source(config, mesh, part, (make, source))
     }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_parallel::{AdamWConfig, LossScaling, Offload};
+use candle_parallel::{AdamWConfig, LossScaling};
 use candle_train_models::ModelConfig;
 use candle_trainer::{BatchConfig, LrDecay, LrSchedule, StepMetrics, TrainConfig};
 use serde::Deserialize;
@@ -140,7 +140,6 @@ impl Run {
             },
             max_grad_norm: Some(self.max_grad_norm),
             loss_scaling: self.loss_scaling,
-            offload: Offload::None,
             schedule: layout.schedule,
             pipeline_prefetch: 1,
         }

@@ -9,7 +9,7 @@ use crate::determinism::bits;
 use crate::fixture::Fixture;
 use crate::layouts::{assert_same, kinds};
 use crate::run::{
-    Adapters, Layout, Outcome, Variant, batches, gather, launch, load_variant, train_variant,
+    Adapters, Layout, Outcome, Variant, batches, gather, launch, load_offloaded, train_variant,
 };
 use crate::tensors::{Tensors, assert_close};
 
@@ -152,10 +152,9 @@ fn groups_of_replicas_divide_adapters_too() {
 }
 
 #[test]
-fn where_the_optimizers_state_of_adapters_is_changes_no_bit() {
+fn where_frozen_weights_and_the_state_of_adapters_are_changes_no_bit() {
     let fixture = Fixture::adapter("qwen3");
     let folder = tempfile::tempdir().unwrap();
-    let on_disk = format!("nvme:{}", folder.path().display());
     for (zero, (pp, dp, tp)) in [
         (ZeroStage::One, (1, 2, 1)),
         (ZeroStage::Two, (2, 2, 1)),
@@ -173,9 +172,8 @@ fn where_the_optimizers_state_of_adapters_is_changes_no_bit() {
                     adapters: Adapters::Trained,
                     ..Variant::default()
                 };
-                let part = load_variant(&fixture, &mesh, (layout, variant))?;
-                let mut config = fixture.run.train_config(layout);
-                config.offload = offload.clone();
+                let part = load_offloaded(&fixture, &mesh, (layout, variant), &offload)?;
+                let config = fixture.run.train_config(layout);
                 let mut trainer = Trainer::new(config, &mesh, part)?;
                 trainer.train(&batches(&fixture, &fixture.run, &mesh)?, |_| Ok(()))?;
                 let part = trainer.part();
@@ -188,11 +186,16 @@ fn where_the_optimizers_state_of_adapters_is_changes_no_bit() {
             .unwrap();
             all.into_inner().unwrap()
         };
-        let want = trained(Offload::None);
+        let want = trained(Offload::default());
         assert!(want.keys().any(|name| is_adapter(name)));
-        for offload in ["optimizer", on_disk.as_str()] {
-            let ours = trained(offload.parse().unwrap());
-            assert!(ours == want, "{layout:?} {offload}");
+        let in_files = |offload: Offload| offload.in_dir(folder.path());
+        for offload in [
+            Offload::all(),
+            in_files(Offload::optimizer()),
+            in_files(Offload::all()),
+        ] {
+            let ours = trained(offload.clone());
+            assert!(ours == want, "{layout:?} {offload:?}");
         }
     }
 }

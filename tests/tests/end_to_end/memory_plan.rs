@@ -102,7 +102,7 @@ const FACTORS: [usize; 10] = [
     REPLICAS.len(),
     2,
     2,
-    3,
+    4,
     2,
     TRAINED.len() * 2,
 ];
@@ -114,7 +114,7 @@ struct Case {
     degrees: Degrees,
     replicas: DataParallel,
     recompute: Recompute,
-    /// Where the optimizer's state is: on the device, on the host, in a file.
+    /// What is where: all on the device; weights and the optimizer's state on the host; the state in a file; both in a file.
     offload: usize,
     is_tied: bool,
     trained: Trained,
@@ -164,7 +164,8 @@ impl Case {
         let ranks = case.degrees.world_size()?;
         let exists = has_pipeline
             && dp >= least_dp
-            && (dp == 1 || replicas.zero > ZeroStage::Zero || least_dp > 1);
+            && (dp == 1 || replicas.zero > ZeroStage::Zero || least_dp > 1)
+            && (offload < 3 || replicas.tile_linears == 1);
         (exists && ranks <= 8 && (pp > 1 || virtual_stages == 1)).then_some(case)
     }
 
@@ -216,9 +217,10 @@ impl Case {
 
     fn offload(&self, dir: &tempfile::TempDir) -> Offload {
         match self.offload {
-            0 => Offload::None,
-            1 => Offload::Host,
-            _ => Offload::Nvme(dir.path().to_path_buf()),
+            0 => Offload::default(),
+            1 => Offload::all(),
+            2 => Offload::optimizer().in_dir(dir.path()),
+            _ => Offload::all().in_dir(dir.path()),
         }
     }
 
@@ -246,17 +248,15 @@ impl Case {
         let rule = AdamW(AdamWConfig::default());
         let work = PlannedWork {
             replicas: self.replicas,
+            offload,
+            on_gpu: false,
             passes: Some(PlannedPasses {
                 plan: &plan,
                 tapes: model.tapes(),
                 recompute: self.recompute,
                 num_rows: SEQ_LEN,
             }),
-            update: trains.then_some(PlannedUpdate {
-                rule: &rule,
-                offload,
-                on_gpu: false,
-            }),
+            update: trains.then_some(PlannedUpdate { rule: &rule }),
         };
         let ranks = 0..self.degrees.world_size().unwrap_or(0);
         ranks
@@ -278,7 +278,8 @@ impl Case {
         let num_ranks = self.degrees.world_size().unwrap_or(0);
         threads(num_ranks, |world| {
             let mesh = Mesh::new(world, self.degrees)?;
-            let vb = self.store()?.builder(self.dtype, &Device::Cpu);
+            let store = self.store()?.with_offload(offload.clone());
+            let vb = store.builder(self.dtype, &Device::Cpu);
             let part = CausalLm::part_with(&self.config()?, &mesh, &vb, self.parts()?)?;
             let part = part.with_recompute(|_| self.recompute);
             if self.trained == Trained::Nothing {
@@ -286,7 +287,7 @@ impl Case {
                 Pipeline::new(self.schedule, &mesh).evaluate(&part, batches)?;
                 return Ok(part.params().meter().report());
             }
-            let mut trainer = Trainer::new(self.train_config(offload), &mesh, part)?;
+            let mut trainer = Trainer::new(self.train_config(), &mesh, part)?;
             for step in 0..STEPS {
                 trainer.train_step(&self.batches(step * 8 + mesh.dp.rank())?)?;
             }
@@ -295,7 +296,7 @@ impl Case {
         })
     }
 
-    fn train_config(&self, offload: &Offload) -> TrainConfig {
+    fn train_config(&self) -> TrainConfig {
         TrainConfig {
             lr_schedule: LrSchedule {
                 lr: 1e-3,
@@ -308,7 +309,6 @@ impl Case {
             adamw: AdamWConfig::default(),
             max_grad_norm: Some(1.0),
             loss_scaling: LossScaling::default(),
-            offload: offload.clone(),
             schedule: self.schedule,
             pipeline_prefetch: 1,
         }

@@ -8,8 +8,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::checkpoint::gather_full;
 use candle_parallel::{
-    Adapter, DataParallel, Gradients, LoraConfig, ModelPart, ParamStore, Pass, Pipeline, Recompute,
-    Schedule, WeightFormat, ZeroStage,
+    Adapter, DataParallel, Gradients, LoraConfig, ModelPart, Offload, ParamStore, Pass, Pipeline,
+    Recompute, Schedule, WeightFormat, ZeroStage,
 };
 use candle_train_models::CausalLm;
 use candle_trainer::hub::DataUse;
@@ -259,8 +259,19 @@ pub fn load_variant(
     mesh: &Mesh,
     (layout, variant): (Layout, Variant),
 ) -> Result<ModelPart> {
+    load_offloaded(fixture, mesh, (layout, variant), &Offload::default())
+}
+
+/// As [`load_variant`], with what `offload` names away from the device.
+pub fn load_offloaded(
+    fixture: &Fixture,
+    mesh: &Mesh,
+    (layout, variant): (Layout, Variant),
+    offload: &Offload,
+) -> Result<ModelPart> {
     let store = ParamStore::from_pretrained(fixture.model_dir())?
         .with_data_parallel(layout.data_parallel())
+        .with_offload(offload.clone())
         .freeze(variant.is_frozen);
     let store = match variant.frozen_format {
         Some(format) => store.with_frozen_format(format),

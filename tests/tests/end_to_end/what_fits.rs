@@ -113,6 +113,8 @@ fn bytes(large: &Sizes, method: Method) -> Result<Bytes> {
     let memory = |recompute| {
         let work = PlannedWork {
             replicas: DataParallel::default(),
+            offload: &Offload::default(),
+            on_gpu: false,
             passes: Some(PlannedPasses {
                 plan: &plan,
                 tapes: model.tapes(),
@@ -121,8 +123,6 @@ fn bytes(large: &Sizes, method: Method) -> Result<Bytes> {
             }),
             update: Some(PlannedUpdate {
                 rule: &AdamW(AdamWConfig::default()),
-                offload: &Offload::None,
-                on_gpu: false,
             }),
         };
         Ok::<_, Error>(MemoryPlan::new(&model.of_rank(0), &work)?.report())

@@ -49,7 +49,7 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--quantize-weights", &["[default: no]", "int8", "--zero 3"]),
     ("--tile-linears", &["[default: 1]", "TILES", "--zero 3"]),
     ("--no-overlap", &["same bits"]),
-    ("--offload", &["optimizer|nvme:DIR", "same bits"]),
+    ("--offload", &["LIST", "nvme:DIR", "same bits"]),
     (
         "--recompute",
         &["[default: none]", "none", "selective", "full"],

@@ -118,8 +118,8 @@ fn flags_for_more_devices_start_a_run_on_one_which_says_what_they_do_not_do() {
         .fold(program.clone(), |program, flag| program.flag(flag, 1));
     let outcome = of_eight(alone.clone()).succeeds();
     let said = "\nwithout effect here: --zero 3 (one replica, so memory is not divided), --no-overlap (one replica), \
-                --schedule gpipe (one stage), --rank-timeout 9 (no processes), --deterministic (a CPU), --offload optimizer (a CPU, so \
-                memory is not divided)\n";
+                --schedule gpipe (one stage), --rank-timeout 9 (no processes), --deterministic (a CPU), --offload optimizer (a CPU, whose \
+                memory is the host's: --offload-dir names a folder)\n";
     assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
     assert!(!outcome.stdout.contains("ZeRO"), "{}", outcome.stdout);
     let outcome = of_eight(program).succeeds();

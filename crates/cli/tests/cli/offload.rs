@@ -6,26 +6,101 @@ use super::folder::{names, read_checkpoint};
 use super::workspace::Workspace;
 
 #[test]
-fn the_checkpoint_is_the_same_wherever_the_state_is() {
+fn the_checkpoint_is_the_same_wherever_weights_and_state_are() {
     let workspace = Workspace::new();
     let dir = workspace.path("state");
     fs::create_dir(&dir).unwrap();
+    let other = workspace.path("other");
+    fs::create_dir(&other).unwrap();
     let file = format!("nvme:{}", dir.display());
+    let folders = [&dir, &other].map(|dir| dir.display().to_string());
     for dtype in ["f32", "bf16"] {
-        let saved = |offload: Option<&str>| {
+        let saved = |places: &[(&str, &str)]| {
             let program = workspace.finetune().flag("--dtype", dtype);
-            match offload {
-                None => program.succeeds(),
-                Some(place) => program.flag("--offload", place).succeeds(),
-            };
+            let flags = places.iter();
+            flags
+                .fold(program, |program, (flag, value)| program.flag(flag, *value))
+                .succeeds();
             read_checkpoint(&workspace.output())
         };
-        let want = saved(None);
-        for place in ["optimizer", &file] {
-            assert!(saved(Some(place)) == want, "{dtype} {place}");
+        let want = saved(&[]);
+        let places: [&[(&str, &str)]; 4] = [
+            &[("--offload", "optimizer")],
+            &[("--offload", &file)],
+            &[("--offload", "params"), ("--offload-dir", &folders[0])],
+            &[
+                ("--offload", "params,optimizer"),
+                ("--offload-dir", &folders[0]),
+                ("--offload-dir", &folders[1]),
+            ],
+        ];
+        for place in places {
+            assert!(saved(place) == want, "{dtype} {place:?}");
         }
     }
-    assert!(names(&dir).is_empty(), "{:?}", names(&dir));
+    for dir in [dir, other] {
+        assert!(names(&dir).is_empty(), "{:?}", names(&dir));
+    }
+}
+
+#[test]
+fn a_run_goes_on_from_weights_in_files_to_weights_in_memory_and_back() {
+    let workspace = Workspace::new();
+    let (dir, checkpoints) = (workspace.path("scratch"), workspace.path("checkpoints"));
+    fs::create_dir(&dir).unwrap();
+    let trained = |is_offloaded: bool| {
+        let program = (workspace.finetune().flag("--dtype", "bf16"))
+            .flag("--steps", 3)
+            .flag("--save-dir", checkpoints.display())
+            .flag("--save-every", 1)
+            .flag("--resume", "latest");
+        let program = match is_offloaded {
+            true => program
+                .flag("--offload", "all")
+                .flag("--offload-dir", dir.display()),
+            false => program,
+        };
+        program.succeeds();
+        read_checkpoint(&workspace.output())
+    };
+    let want = trained(false);
+    fs::remove_dir_all(&checkpoints).unwrap();
+    for is_offloaded in [true, false, true] {
+        assert!(trained(is_offloaded) == want, "{is_offloaded}");
+        // The next one goes on after the first step.
+        for step in ["step-000002", "step-000003"] {
+            fs::remove_dir_all(checkpoints.join(step)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn what_is_offloaded_must_be_said_and_fit() {
+    let workspace = Workspace::new();
+    let dir = workspace.path(".").display().to_string();
+    let refuses = |flags: &[(&str, &str)], parts: &[&str]| {
+        let program = flags
+            .iter()
+            .fold(workspace.finetune(), |program, (flag, value)| {
+                program.flag(flag, *value)
+            });
+        program.run().assert_error(parts);
+    };
+    refuses(
+        &[("--offload-dir", &dir)],
+        &["--offload-dir is given without --offload", "hint:"],
+    );
+    refuses(
+        &[("--offload", "nvme:a"), ("--offload-dir", &dir)],
+        &["two folders", "nvme:a", "hint:"],
+    );
+    let tiles = [
+        ("--offload", "params"),
+        ("--offload-dir", &dir),
+        ("--zero", "3"),
+    ];
+    let tiles = [&tiles[..], &[("--tile-linears", "2")]].concat();
+    refuses(&tiles, &["tile-linears(2)", "offloaded", "hint:"]);
 }
 
 #[test]
@@ -39,7 +114,7 @@ fn a_folder_that_cannot_hold_the_state_is_refused_before_the_first_step() {
         let outcome = program.run();
         let parts = [
             "cannot keep",
-            "bytes of this rank's optimizer state",
+            "bytes of the optimizer's state of this rank",
             why,
             "hint:",
         ];

@@ -13,6 +13,8 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor, bail};
+use half::{bf16, f16};
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::OpOutput;
@@ -34,7 +36,23 @@ pub(crate) struct PinnedBuffer {
 
 enum Pinned {
     F32(PinnedHostSlice<f32>),
+    Bf16(PinnedHostSlice<bf16>),
+    F16(PinnedHostSlice<f16>),
     I16(PinnedHostSlice<i16>),
+    U8(PinnedHostSlice<u8>),
+}
+
+/// Does the same with the values of each type.
+macro_rules! by_type {
+    ($pinned:expr, $host:ident => $do:expr) => {
+        match $pinned {
+            Pinned::F32($host) => $do,
+            Pinned::Bf16($host) => $do,
+            Pinned::F16($host) => $do,
+            Pinned::I16($host) => $do,
+            Pinned::U8($host) => $do,
+        }
+    };
 }
 
 /// Values on the GPU that are being copied to or from.
@@ -58,8 +76,12 @@ impl CopyStreams {
 
     pub(crate) fn buffer(&self, len: usize, dtype: DType) -> Result<PinnedBuffer> {
         let values = match dtype {
+            DType::F32 => Pinned::F32(self.pinned(len)?),
+            DType::BF16 => Pinned::Bf16(self.pinned(len)?),
+            DType::F16 => Pinned::F16(self.pinned(len)?),
             DType::I16 => Pinned::I16(self.pinned(len)?),
-            _ => Pinned::F32(self.pinned(len)?),
+            DType::U8 => Pinned::U8(self.pinned(len)?),
+            dtype => bail!("values of type {dtype:?} cannot be kept on the host"),
         };
         Ok(PinnedBuffer {
             values,
@@ -94,16 +116,7 @@ impl CopyStreams {
             };
             let start = layout.start_offset();
             let part = start..start + buffer.len;
-            match &mut buffer.values {
-                Pinned::F32(host) => {
-                    let values = storage.as_cuda_slice::<f32>()?.slice(part);
-                    self.down.memcpy_dtoh(&values, host).w()?;
-                }
-                Pinned::I16(host) => {
-                    let values = storage.as_cuda_slice::<i16>()?.slice(part);
-                    self.down.memcpy_dtoh(&values, host).w()?;
-                }
-            }
+            by_type!(&mut buffer.values, host => self.store(storage, part, host)?);
         }
         self.copy(values, &self.down, buffer)
     }
@@ -112,12 +125,20 @@ impl CopyStreams {
         if buffer.last.is_none() {
             bail!("nothing was stored in the buffer");
         }
-        let storage = match &buffer.values {
-            Pinned::F32(host) => self.fetch(host, buffer)?,
-            Pinned::I16(host) => self.fetch(host, buffer)?,
-        };
+        let storage = by_type!(&buffer.values, host => self.fetch(host, buffer)?);
         let values = OpOutput::on_cuda(storage, Shape::from(buffer.len)).into_tensor();
         self.copy(values, &self.up, buffer)
+    }
+
+    /// Starts to copy a part of the values of the GPU.
+    fn store<T: CudaDType + DeviceRepr>(
+        &self,
+        storage: &CudaStorage,
+        part: Range<usize>,
+        host: &mut PinnedHostSlice<T>,
+    ) -> Result<()> {
+        let values = storage.as_cuda_slice::<T>()?.slice(part);
+        self.down.memcpy_dtoh(&values, host).w()
     }
 
     /// Starts to copy the values of `buffer`, which are those of `host`, to new memory of the GPU.

@@ -1,8 +1,9 @@
 //! Values that are kept on the host: the same bits there and back, however many copies are under way and whoever stops waiting.
 
 use crate::check::{device, on_each_device, placed};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, WithDType};
 use candle_ops::{HostBuffer, HostCopies, HostCopy};
+use half::{bf16, f16};
 use rand::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -43,6 +44,19 @@ fn compute(len: usize) -> Result<()> {
     (0..4).try_for_each(|_| (&ones + &ones).map(drop))
 }
 
+fn narrow<T>(bits: &[u32], from: impl Fn(u32) -> T) -> Vec<T> {
+    bits.iter().map(|&bits| from(bits)).collect()
+}
+
+fn there_and_back<T: WithDType + PartialEq>(copies: &HostCopies, want: Vec<T>) -> Result<()> {
+    let mut buffer = copies.buffer(want.len(), T::DTYPE)?;
+    let values = Tensor::from_slice(&want, want.len(), &Device::Cpu)?;
+    drop(copies.start_store(values.to_device(&device())?, &mut buffer)?);
+    let fetched = copies.start_fetch(&mut buffer)?.wait()?;
+    assert!(fetched.to_vec1::<T>()? == want, "{:?}", T::DTYPE);
+    Ok(())
+}
+
 #[test]
 fn bits_come_back_as_they_were() -> Result<()> {
     on_each_device(|| {
@@ -55,13 +69,13 @@ fn bits_come_back_as_they_were() -> Result<()> {
             for _ in 0..2 {
                 assert_bits(&copies.start_fetch(&mut buffer)?.wait()?, &want)?;
             }
-            let want: Vec<i16> = want.into_iter().map(|bits| bits as i16).collect();
-            let mut buffer = copies.buffer(len, DType::I16)?;
-            let values = Tensor::from_vec(want.clone(), len, &Device::Cpu)?;
             if len > 0 {
-                drop(copies.start_store(values.to_device(&device())?, &mut buffer)?);
-                let fetched = copies.start_fetch(&mut buffer)?.wait()?;
-                assert_eq!(fetched.to_vec1::<i16>()?, want);
+                there_and_back(&copies, narrow(&want, |bits| bits as i16))?;
+                there_and_back(&copies, narrow(&want, |bits| bits as u8))?;
+                // Not NaN, which is not equal to itself.
+                let small = |bits: u32| f32::from(bits as i16);
+                there_and_back(&copies, narrow(&want, |b| bf16::from_f32(small(b))))?;
+                there_and_back(&copies, narrow(&want, |b| f16::from_f32(small(b))))?;
             }
         }
         Ok(())

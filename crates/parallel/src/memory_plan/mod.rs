@@ -4,7 +4,7 @@
 //! then is counted here, so its peaks, and when they are, are those of the run.
 
 mod held;
-mod optimizer_state;
+mod planned_store;
 mod rank;
 
 use candle_core::{Result, bail};
@@ -13,7 +13,8 @@ pub use held::Moment;
 
 use crate::layers::Tape;
 use crate::memory::{MemoryCategory, MemoryReport, MemoryUse};
-use crate::optimizer::{Offload, Optimizer};
+use crate::offload::Offload;
+use crate::optimizer::Optimizer;
 use crate::params::{DataParallel, RankSpec};
 use crate::pipeline::Recompute;
 use crate::schedule::Plan;
@@ -25,6 +26,10 @@ use rank::PlannedRank;
 pub struct PlannedWork<'a> {
     /// How replicas work together.
     pub replicas: DataParallel,
+    /// What a rank keeps away from its device.
+    pub offload: &'a Offload,
+    /// Whether ranks compute on GPUs, whose memory is not the host's.
+    pub on_gpu: bool,
     /// The passes of a step.
     pub passes: Option<PlannedPasses<'a>>,
     /// The update after them.
@@ -105,10 +110,6 @@ pub struct PlannedUpdate<'a> {
     /// The rule of all parameters, which it updates whichever values of them a rank has. Parameter groups with rules of their own are not
     /// planned.
     pub rule: &'a dyn Optimizer,
-    /// Where its state is.
-    pub offload: &'a Offload,
-    /// Whether ranks compute on GPUs, whose memory is not the host's.
-    pub on_gpu: bool,
 }
 
 /// The bytes that a rank of a run will hold, by what they are for and when.
@@ -132,8 +133,10 @@ pub struct PlannedUpdate<'a> {
 ///     let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 4)?;
 ///     let work = PlannedWork {
 ///         replicas: DataParallel::default(),
+///         offload: &Offload::default(),
+///         on_gpu: false,
 ///         passes: Some(PlannedPasses { plan: &plan, tapes: model.tapes(), recompute: Recompute::None, num_rows: 100 }),
-///         update: Some(PlannedUpdate { rule: &AdamW(AdamWConfig::default()), offload: &Offload::None, on_gpu: false }),
+///         update: Some(PlannedUpdate { rule: &AdamW(AdamWConfig::default()) }),
 ///     };
 ///     let memory = MemoryPlan::new(&model.of_rank(0), &work)?;
 ///     assert_eq!(memory.report().of(MemoryCategory::Weights).peak, 2 * 100 * 4);

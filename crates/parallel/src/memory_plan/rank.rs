@@ -6,10 +6,11 @@ use candle_core::{DType, Result, bail};
 use candle_ops::quantized_bytes;
 
 use super::held::{Held, Moment};
-use super::optimizer_state::OptimizerState;
-use super::{PlannedPasses, PlannedWork};
+use super::planned_store::PlannedStore;
+use super::{PlannedPasses, PlannedUpdate, PlannedWork};
 use crate::memory::MemoryCategory;
-use crate::optimizer::max_gathers;
+use crate::offload::OffloadPlace;
+use crate::optimizer::{BucketShape, max_gathers, next_in};
 use crate::params::{Bucket, RankSpec, ReduceType, ReplicaGroups, Sharing, is_adopted};
 use crate::placement::{intersect, part};
 use crate::schedule::{Instruction, Plan};
@@ -25,7 +26,10 @@ pub(super) struct PlannedRank<'a> {
     /// What the rank computes in a step.
     list: Vec<Instruction>,
     trains: bool,
-    optimizer: Option<OptimizerState>,
+    updates: bool,
+    /// The optimizer's state, and the weights, if they are not on the device.
+    state: Option<PlannedStore>,
+    weights: Option<PlannedStore>,
     held: Held,
     /// Blocks before the first one that is trained, if the first stage is here.
     num_frozen: usize,
@@ -54,7 +58,14 @@ struct Gathered {
 
 impl<'a> PlannedRank<'a> {
     pub fn new(spec: &'a RankSpec, work: &PlannedWork<'a>) -> Result<Self> {
-        let groups = ReplicaGroups::unconnected(work.replicas, spec.replica, spec.num_replicas)?;
+        // Whichever folder a rank has.
+        let place = work.offload.place_of_params(0, work.on_gpu);
+        let groups = ReplicaGroups::unconnected(
+            work.replicas,
+            place != OffloadPlace::Device,
+            spec.replica,
+            spec.num_replicas,
+        )?;
         let mut list = Vec::new();
         if let Some(passes) = &work.passes {
             check_stages(spec, passes.plan)?;
@@ -70,15 +81,21 @@ impl<'a> PlannedRank<'a> {
             passes.check()?;
         }
         let mut held = Held::default();
-        let weights = match groups.shards_weights() {
-            true => (spec
-                .layout
-                .all()
-                .map(|bucket| bytes(bucket) / groups.shard.world_size()))
-            .sum(),
-            false => spec.params.iter().map(|param| param.num_bytes()).sum(),
+        let slices = spec.layout.all();
+        let slices = slices.map(|bucket| bytes(bucket) / groups.shard.world_size());
+        let slices: Vec<usize> = slices.collect();
+        let resident = match (groups.offloads_weights, groups.shards_weights()) {
+            (true, _) => 0,
+            (false, true) => slices.iter().sum(),
+            (false, false) => spec.params.iter().map(|param| param.num_bytes()).sum(),
         };
-        held.hold(MemoryCategory::Weights, weights);
+        held.hold(MemoryCategory::Weights, resident);
+        let order = spec.layout.in_forward_order();
+        let mut after = vec![None; slices.len()];
+        for pair in order.windows(2) {
+            after[pair[0]] = Some(pair[1]);
+        }
+        let weights = PlannedStore::new(place, MemoryCategory::Gathered, slices, after);
         if trains {
             let gradients = spec.layout.of_gradients().map(|bucket| {
                 let len = match groups.shards_gradients() {
@@ -89,8 +106,18 @@ impl<'a> PlannedRank<'a> {
             });
             held.hold(MemoryCategory::Gradients, gradients.sum());
         }
-        let optimizer = (work.update.as_ref())
-            .map(|update| OptimizerState::new(spec, &groups, update, &mut held));
+        let mut state = None;
+        if let Some(update) = &work.update {
+            let bytes = state_bytes(spec, &groups, update)?;
+            let place = work.offload.place_of_optimizer(0, work.on_gpu);
+            let next = next_in(&order).into_iter().enumerate();
+            let next = next.map(|(index, next)| Some(next).filter(|next| *next != index));
+            let of_all = bytes.iter().sum();
+            state = PlannedStore::new(place, MemoryCategory::Optimizer, bytes, next.collect());
+            if state.is_none() {
+                held.hold(MemoryCategory::Optimizer, of_all);
+            }
+        }
         let mut needed: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for (index, bucket) in spec
             .layout
@@ -109,7 +136,9 @@ impl<'a> PlannedRank<'a> {
         let num_gradients = spec.layout.num_gradient_buckets();
         Ok(Self {
             num_frozen: num_frozen(spec, work.passes.as_ref()),
-            optimizer: optimizer.transpose()?,
+            updates: work.update.is_some(),
+            state,
+            weights,
             gathered: vec![Gathered::default(); spec.num_buckets()],
             is_whole: vec![false; num_gradients],
             dividing: VecDeque::new(),
@@ -157,7 +186,7 @@ impl<'a> PlannedRank<'a> {
         if self.trains {
             self.reduce();
         }
-        if self.optimizer.is_some() {
+        if self.updates {
             self.update();
         }
         moments.push(self.held.moment(None));
@@ -291,8 +320,8 @@ impl<'a> PlannedRank<'a> {
 
     /// Whether the weights of a bucket are gathered in 8 bits.
     fn is_quantized(&self, bucket: &Bucket) -> bool {
-        let is_float = bucket.dtype != DType::U8;
-        self.groups.config.quantize_weights && bucket.sharing == Sharing::None && is_float
+        let moves = self.groups.shard.world_size() > 1 && self.groups.config.quantize_weights;
+        moves && bucket.sharing == Sharing::None && bucket.dtype != DType::U8
     }
 
     fn prefetch(&mut self, block: usize) {
@@ -301,24 +330,39 @@ impl<'a> PlannedRank<'a> {
             if gathered.on_the_way + gathered.present > 0 {
                 continue;
             }
-            let num_slices = self.groups.shard.world_size();
-            let bytes = match self.is_quantized(bucket) {
-                // And the copy that is sent.
-                true => (num_slices + 1) * quantized_bytes(bucket.len / num_slices),
-                false => bytes(bucket),
+            let bytes = match self.groups.offloads_weights {
+                true => bytes(bucket) / self.groups.shard.world_size(),
+                false => self.moved_bytes(bucket),
             };
             self.gathered[index].on_the_way = bytes;
             self.held.hold(MemoryCategory::Gathered, bytes);
         }
     }
 
+    /// What ranks send of a bucket of weights, and what comes of it.
+    fn moved_bytes(&self, bucket: &Bucket) -> usize {
+        let num_slices = self.groups.shard.world_size();
+        match self.is_quantized(bucket) {
+            // And the copy that is sent.
+            true => (num_slices + 1) * quantized_bytes(bucket.len / num_slices),
+            false => bytes(bucket),
+        }
+    }
+
     /// Gives the parameters of a bucket their values.
     fn arrive(&mut self, index: usize) {
-        let on_the_way = std::mem::take(&mut self.gathered[index].on_the_way);
+        let mut on_the_way = std::mem::take(&mut self.gathered[index].on_the_way);
         if on_the_way == 0 {
             return;
         }
         let bucket = self.bucket(index);
+        if self.groups.offloads_weights && self.groups.shard.world_size() > 1 {
+            // The slice has come, and is gathered.
+            let moved = self.moved_bytes(bucket);
+            self.held.hold(MemoryCategory::Gathered, moved);
+            self.held.free(MemoryCategory::Gathered, on_the_way);
+            on_the_way = moved;
+        }
         let of_slots = bucket.slots.iter();
         let of_slots = of_slots.map(|slot| self.spec.params[slot.param].num_bytes());
         let (all, whole): (Vec<usize>, usize) = (of_slots.collect(), bytes(bucket));
@@ -531,8 +575,13 @@ impl<'a> PlannedRank<'a> {
         let max_gathers = max_gathers(&self.groups);
         for index in self.spec.layout.in_forward_order() {
             let bucket = &self.spec.layout.buckets[index];
-            if let Some(optimizer) = &mut self.optimizer {
-                optimizer.update(index, &mut self.held);
+            let stores = [&mut self.weights, &mut self.state];
+            for store in stores.into_iter().flatten() {
+                store.begin(index, &mut self.held);
+            }
+            let stores = [&mut self.state, &mut self.weights];
+            for store in stores.into_iter().flatten() {
+                store.end(index, &mut self.held);
             }
             if gathers {
                 self.wait_for_all_but(max_gathers.saturating_sub(1));
@@ -547,8 +596,9 @@ impl<'a> PlannedRank<'a> {
             }
             self.wait_for_all_but(max_gathers);
         }
-        if let Some(optimizer) = &mut self.optimizer {
-            optimizer.finish(&mut self.held);
+        let stores = [&mut self.state, &mut self.weights];
+        for store in stores.into_iter().flatten() {
+            store.finish(&mut self.held);
         }
     }
 
@@ -611,4 +661,20 @@ fn num_frozen(spec: &RankSpec, passes: Option<&PlannedPasses<'_>>) -> usize {
     };
     let first = layout.blocks(0);
     first.clone().find(is_trained).unwrap_or(first.end)
+}
+
+/// State and masters of each bucket.
+fn state_bytes(
+    spec: &RankSpec,
+    groups: &ReplicaGroups,
+    update: &PlannedUpdate<'_>,
+) -> Result<Vec<usize>> {
+    let buckets = spec.layout.buckets.iter();
+    let bytes = buckets.map(|bucket| {
+        let len = groups.own_range(bucket.len).len();
+        let first = bucket.slots.first();
+        let name = first.map_or("", |slot| spec.params[slot.param].name.as_str());
+        Ok(BucketShape::of_rule(update.rule, len, bucket.dtype, name)?.num_bytes())
+    });
+    bytes.collect()
 }

@@ -6,13 +6,13 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use candle_comm::Mesh;
-use candle_core::{DType, Device, Result, Tensor, Var, bail};
+use candle_core::{DType, Result, Tensor, Var, bail};
 
 use super::loss_scaling::{LossScaler, LossScaling};
 use super::master_weights::master_weights;
 use super::rules::Rules;
 use super::state_store::{BucketState, StateStore};
-use super::{AdamW, AdamWConfig, Offload, Optimizer, ParamGroup};
+use super::{AdamW, AdamWConfig, Optimizer, ParamGroup};
 use crate::agreement::Facts;
 use crate::gradients::{Gradients, ReducedGradients, ReducedLoss};
 use crate::memory::{MemoryCategory, num_bytes};
@@ -27,7 +27,6 @@ pub struct DistributedOptimizer {
     pub(super) params: Parameters,
     pub(super) mesh: Mesh,
     pub(super) rules: Rules,
-    offload: Offload,
     pub(super) store: StateStore,
     pub(super) num_steps: usize,
     has_diverged: bool,
@@ -55,24 +54,13 @@ pub struct StepReport {
 }
 
 impl DistributedOptimizer {
-    /// An optimizer with the rule `rule` for the trainable ones of `params`.
+    /// An optimizer with the rule `rule` for the trainable ones of `params`, with state and masters where the store of the parameters
+    /// [says](crate::ParamStore::with_offload).
     ///
     /// # Errors
-    /// Constants out of their range, parameters of a type that cannot be trained, and memory that is missing.
+    /// Constants out of their range, parameters of a type that cannot be trained, and memory that is missing; a folder that is missing, full
+    /// or may not be written to.
     pub fn new(params: &Parameters, mesh: &Mesh, rule: impl Optimizer + 'static) -> Result<Self> {
-        Self::offloaded(params, mesh, rule, &Offload::None)
-    }
-
-    /// As [`Self::new`], with state and masters where `offload` says.
-    ///
-    /// # Errors
-    /// As [`Self::new`]; a folder that is missing, full or may not be written to.
-    pub fn offloaded(
-        params: &Parameters,
-        mesh: &Mesh,
-        rule: impl Optimizer + 'static,
-        offload: &Offload,
-    ) -> Result<Self> {
         if params.is_empty() {
             bail!(
                 "there is no parameter to optimize on rank {}",
@@ -86,12 +74,11 @@ impl DistributedOptimizer {
             );
         }
         let rules = Rules::new(Box::new(rule), Vec::new(), params)?;
-        let store = new_store(params, &rules, offload, mesh.world.device())?;
+        let store = new_store(params, &rules, mesh)?;
         Ok(Self {
             params: params.clone(),
             mesh: mesh.clone(),
             rules,
-            offload: offload.clone(),
             store,
             num_steps: 0,
             has_diverged: false,
@@ -128,8 +115,7 @@ impl DistributedOptimizer {
         }
         // Before there is the other one.
         drop(self.store);
-        let device = self.mesh.world.device();
-        let store = new_store(&self.params, &rules, &self.offload, device)?;
+        let store = new_store(&self.params, &rules, &self.mesh)?;
         Ok(Self {
             rules,
             store,
@@ -322,14 +308,16 @@ impl DistributedOptimizer {
         }
         let gathers = groups.shard.world_size() > 1 && params.sharded().is_none();
         let max_gathers = max_gathers(groups);
-        for index in layout.in_forward_order() {
+        let order = layout.in_forward_order();
+        for (place, &index) in order.iter().enumerate() {
             let bucket = &layout.buckets[index];
-            self.update_bucket(index, &reduced, number, lr)
-                .map_err(|err| {
-                    let first = bucket.slots.first();
-                    let name = first.map_or("nothing", |slot| &params.get(slot.param).name);
-                    err.context(format!("updating the parameters from {name} on"))
-                })?;
+            let next = order.get(place + 1).copied();
+            let update = || self.update_bucket(index, &reduced, number, lr);
+            params.change_weights(index, next, update).map_err(|err| {
+                let first = bucket.slots.first();
+                let name = first.map_or("nothing", |slot| &params.get(slot.param).name);
+                err.context(format!("updating the parameters from {name} on"))
+            })?;
             if gathers {
                 // Room for the one that comes.
                 let room = max_gathers.saturating_sub(1);
@@ -382,26 +370,23 @@ pub(crate) fn max_gathers(groups: &ReplicaGroups) -> usize {
     }
 }
 
-/// State of zeros and masters of the weights, where `offload` says.
-fn new_store(
-    params: &Parameters,
-    rules: &Rules,
-    offload: &Offload,
-    device: &Device,
-) -> Result<StateStore> {
-    let layout = params.layout();
+/// State of zeros and masters of the weights, where the parameters' store says.
+fn new_store(params: &Parameters, rules: &Rules, mesh: &Mesh) -> Result<StateStore> {
+    let (layout, device) = (params.layout(), mesh.world.device());
     let shapes = (0..layout.buckets.len()).map(|index| rules.shape(index, params));
     let initial = |index: usize| {
         let shape = rules.shape(index, params)?;
         let zeros = |&len: &usize| Ok(FlatBuffer::zeros(len, device)?.into_tensor());
+        let masters = |dtype| {
+            params.change_weights(index, None, || master_weights(params, index, dtype, device))
+        };
         Ok(BucketState {
             state: shape.kinds.iter().map(zeros).collect::<Result<_>>()?,
-            master: (shape.master)
-                .map(|dtype| master_weights(params, index, dtype, device))
-                .transpose()?,
+            master: shape.master.map(masters).transpose()?,
         })
     };
+    let place = (params.offload()).place_of_optimizer(mesh.world.rank(), !device.is_cpu());
     let (order, meter) = (layout.in_forward_order(), params.meter());
     let shapes = shapes.collect::<Result<_>>()?;
-    StateStore::new(offload, device, meter, shapes, &order, initial)
+    StateStore::new(place, device, meter, shapes, &order, initial)
 }

@@ -77,7 +77,7 @@ impl DistributedOptimizer {
         index: usize,
         change: impl FnOnce(&BucketState) -> Result<T>,
     ) -> Result<T> {
-        self.store.change(index, |bucket| {
+        let change = |bucket: &BucketState| {
             let joined = self.joined(index, bucket)?;
             let changed = change(&joined)?;
             if let (Some(masters), Some(kept)) = (&joined.master, &bucket.master)
@@ -94,7 +94,9 @@ impl DistributedOptimizer {
                 }
             }
             Ok(changed)
-        })
+        };
+        self.params
+            .change_weights(index, None, || self.store.change(index, change))
     }
 
     /// The bucket with its masters in f32: on the host, if only remainders are kept.

@@ -2,11 +2,10 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
+use super::Optimizer;
 use super::master_weights::master_dtype;
-use super::state_file::StateFile;
-use super::state_on_host::StateOnHost;
-use super::{Offload, Optimizer};
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
+use crate::offload::{Kept, OffloadPlace, OffloadStore};
 
 /// Of the part of one bucket that a rank updates, on the device that computes.
 #[derive(Clone)]
@@ -35,8 +34,12 @@ enum Place {
         buckets: Vec<BucketState>,
         _held: MemoryGuard,
     },
-    Host(StateOnHost),
-    File(StateFile),
+    Away {
+        store: OffloadStore,
+        shapes: Vec<BucketShape>,
+        /// Of each bucket, the one that is updated after it.
+        next: Vec<usize>,
+    },
 }
 
 impl BucketShape {
@@ -65,15 +68,13 @@ impl BucketShape {
         bytes.sum()
     }
 
-    /// The tensors of a bucket of this shape by their roles, on `device`.
-    pub fn assemble(&self, tensors: &[Tensor], device: &Device) -> Result<BucketState> {
-        let mut tensors = tensors.iter().map(|values| values.to_device(device));
-        let state = tensors
-            .by_ref()
-            .take(self.kinds.len())
-            .collect::<Result<_>>()?;
-        let master = tensors.next().transpose()?;
-        Ok(BucketState { state, master })
+    /// The tensors of a bucket of this shape by their roles.
+    fn assemble(&self, tensors: &[Tensor]) -> BucketState {
+        let (state, master) = tensors.split_at(self.kinds.len());
+        BucketState {
+            state: state.to_vec(),
+            master: master.first().cloned(),
+        }
     }
 }
 
@@ -94,41 +95,51 @@ impl BucketState {
 }
 
 impl StateStore {
-    /// Buckets of these shapes where `offload` says, with the values that `make` gives each on `device`; `order` is that of updates.
+    /// Buckets of these shapes where `place` says, with the values that `make` gives each on `device`; `order` is that of updates.
     ///
     /// # Errors
     /// Memory or space that is missing, and files that cannot be written.
     pub fn new(
-        offload: &Offload,
+        place: OffloadPlace<'_>,
         device: &Device,
         meter: &MemoryMeter,
         shapes: Vec<BucketShape>,
         order: &[usize],
-        make: impl FnMut(usize) -> Result<BucketState>,
+        mut make: impl FnMut(usize) -> Result<BucketState>,
     ) -> Result<Self> {
-        let next = next_in(order);
-        Ok(Self(match offload {
-            Offload::Host if !device.is_cpu() => {
-                Place::Host(StateOnHost::new(shapes, next, device, meter, make)?)
-            }
-            Offload::None | Offload::Host => {
+        let items = shapes.iter().map(|shape| shape.tensors().collect());
+        let kept = Kept {
+            what: "the optimizer's state",
+            category: MemoryCategory::Optimizer,
+            items: items.collect(),
+        };
+        let tensors = |index| Ok(make(index)?.tensors().cloned().collect());
+        let store = OffloadStore::new(place, kept, device, meter, tensors)?;
+        Ok(Self(match store {
+            Some(store) => Place::Away {
+                store,
+                shapes,
+                next: next_in(order),
+            },
+            None => {
                 let buckets = (0..shapes.len()).map(make).collect::<Result<_>>()?;
                 let num_bytes = shapes.iter().map(BucketShape::num_bytes).sum();
                 let _held = meter.hold(MemoryCategory::Optimizer, num_bytes);
                 Place::Resident { buckets, _held }
             }
-            Offload::Nvme(dir) => {
-                Place::File(StateFile::create(dir, shapes, next, device, meter, make)?)
-            }
         }))
     }
 
-    /// Lets `look` read bucket `index`.
+    /// Lets `look` read bucket `index`, which stays in memory until another one is asked for.
     pub fn read<T>(&self, index: usize, look: impl FnOnce(&BucketState) -> Result<T>) -> Result<T> {
         match &self.0 {
             Place::Resident { buckets, .. } => look(&buckets[index]),
-            Place::Host(host) => host.read(index, look),
-            Place::File(file) => file.read(index, look),
+            Place::Away { store, shapes, .. } => {
+                let item = store.fetch(index)?;
+                let seen = look(&shapes[index].assemble(&item.tensors));
+                store.keep(index, item);
+                seen
+            }
         }
     }
 
@@ -138,11 +149,7 @@ impl StateStore {
         index: usize,
         change: impl FnOnce(&BucketState) -> Result<T>,
     ) -> Result<T> {
-        match &self.0 {
-            Place::Resident { buckets, .. } => change(&buckets[index]),
-            Place::Host(host) => host.change(index, false, change),
-            Place::File(file) => file.change(index, false, change),
-        }
+        self.change_before(index, None, change)
     }
 
     /// As [`Self::change`]; the bucket that is next in the order of updates is fetched meanwhile.
@@ -151,10 +158,30 @@ impl StateStore {
         index: usize,
         update: impl FnOnce(&BucketState) -> Result<T>,
     ) -> Result<T> {
+        let next = match &self.0 {
+            Place::Resident { .. } => None,
+            Place::Away { next, .. } => Some(next[index]).filter(|next| *next != index),
+        };
+        self.change_before(index, next, update)
+    }
+
+    fn change_before<T>(
+        &self,
+        index: usize,
+        next: Option<usize>,
+        change: impl FnOnce(&BucketState) -> Result<T>,
+    ) -> Result<T> {
         match &self.0 {
-            Place::Resident { .. } => self.change(index, update),
-            Place::Host(host) => host.change(index, true, update),
-            Place::File(file) => file.change(index, true, update),
+            Place::Resident { buckets, .. } => change(&buckets[index]),
+            Place::Away { store, shapes, .. } => {
+                let item = store.fetch(index)?;
+                if let Some(next) = next {
+                    store.start_fetch(next)?;
+                }
+                let changed = change(&shapes[index].assemble(&item.tensors))?;
+                store.store(index, item)?;
+                Ok(changed)
+            }
         }
     }
 }

@@ -163,11 +163,18 @@ pub(crate) struct ReplicaGroups {
     /// A second communicator over the ranks of `shard`, for gathering weights tile by tile: on the first they would queue behind reductions of
     /// gradients.
     pub tiles: ProcessGroup,
+    /// Whether a rank keeps its weights away from its device.
+    pub offloads_weights: bool,
 }
 
 impl ReplicaGroups {
     /// Those of replica `rank` of `num_replicas`, which knows no other one.
-    pub fn unconnected(config: DataParallel, rank: usize, num_replicas: usize) -> Result<Self> {
+    pub fn unconnected(
+        config: DataParallel,
+        offloads_weights: bool,
+        rank: usize,
+        num_replicas: usize,
+    ) -> Result<Self> {
         config.validate(num_replicas)?;
         let len = config.num_slices(num_replicas);
         let group = |rank, len| ProcessGroup::unconnected(rank, len, Device::Cpu);
@@ -177,11 +184,12 @@ impl ReplicaGroups {
             tiles: shard.clone(),
             shard,
             replicate: group(rank / len, num_replicas / len),
+            offloads_weights,
         })
     }
 
     /// Splits `mesh.replicas`. Every rank must call it.
-    pub fn new(config: DataParallel, mesh: &Mesh) -> Result<Self> {
+    pub fn new(config: DataParallel, offloads_weights: bool, mesh: &Mesh) -> Result<Self> {
         let dp = &mesh.replicas;
         config.validate(dp.world_size())?;
         let single = || ProcessGroup::single(dp.device().clone());
@@ -203,6 +211,7 @@ impl ReplicaGroups {
             shard,
             replicate,
             tiles,
+            offloads_weights,
         })
     }
 
@@ -217,9 +226,11 @@ impl ReplicaGroups {
         self.config.zero >= ZeroStage::Two && self.shard.world_size() > 1
     }
 
-    /// Whether a rank keeps its slice of the weights only.
+    /// Whether a rank keeps its slice of the weights only, which is all of them without replicas that divide something, and has those of a
+    /// block in place for its passes only.
     pub fn shards_weights(&self) -> bool {
-        self.config.zero == ZeroStage::Three && self.shard.world_size() > 1
+        let is_divided = self.config.zero == ZeroStage::Three && self.shard.world_size() > 1;
+        is_divided || self.offloads_weights
     }
 
     /// In what form the gradients of a bucket move; without replicas they do not.

@@ -24,6 +24,7 @@ use crate::agreement::Facts;
 use crate::files::Checkpoint;
 use crate::lora::LoraConfig;
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
+use crate::offload::{Offload, OffloadPlace};
 use crate::pipeline_layout::PipelineLayout;
 use crate::placement::{intersect, offset_by};
 
@@ -45,6 +46,7 @@ struct Inner {
     allowance: Allowance,
     pending: Arc<PendingWeights>,
     groups: ReplicaGroups,
+    offload: Offload,
     /// Empty unless replicas divide the weights. Layers that use their weights tile by tile have it too.
     sharded: Arc<OnceLock<ShardedWeights>>,
     meter: MemoryMeter,
@@ -65,6 +67,7 @@ pub(super) struct Requested {
     pub pending: Arc<PendingWeights>,
     pub sharded: Arc<OnceLock<ShardedWeights>>,
     pub replicas: DataParallel,
+    pub offload: Offload,
     pub without_values: bool,
 }
 
@@ -83,10 +86,16 @@ impl Parameters {
             pending,
             sharded,
             replicas,
+            offload,
             without_values,
         } = requested;
         replicas.validate(mesh.replicas.world_size())?;
+        let on_gpu = !mesh.world.device().is_cpu();
+        let place = offload.place_of_params(mesh.world.rank(), on_gpu);
+        let offloads_weights = place != OffloadPlace::Device;
+        offload.validate(&replicas, on_gpu)?;
         facts.add("data parallelism", format!("{replicas:?}"));
+        facts.add("whether weights are offloaded", offloads_weights);
         if mesh.world.world_size() > 1 {
             facts.extend(source.facts()?);
         }
@@ -101,7 +110,7 @@ impl Parameters {
         let model = ModelSpec::exchange(specs, layout, mesh)?;
         let own = model.of_rank(mesh.world.rank());
         own.check_built(&params)?;
-        let groups = ReplicaGroups::new(replicas, mesh)?;
+        let groups = ReplicaGroups::new(replicas, offloads_weights, mesh)?;
         for (param, held) in params.iter_mut().zip(&own.params) {
             param.is_tiled = held.is_tiled;
         }
@@ -136,7 +145,7 @@ impl Parameters {
             if sharded.get().is_some() {
                 return Err(again());
             }
-            let slices = ShardedWeights::new(&params, places, &groups, &meter, initial)?;
+            let slices = ShardedWeights::new(&params, places, &groups, (place, &meter), initial)?;
             sharded.set(slices).map_err(|_| again())?;
         } else {
             let mut absent = params.iter().filter(|param| !param.is_present());
@@ -161,6 +170,7 @@ impl Parameters {
                 allowance,
                 pending,
                 groups,
+                offload,
                 sharded,
             }),
         })
@@ -243,6 +253,11 @@ impl Parameters {
         &self.inner.pending
     }
 
+    /// What a rank keeps away from its device: see [`ParamStore::with_offload`](crate::ParamStore::with_offload).
+    pub fn offload(&self) -> &Offload {
+        &self.inner.offload
+    }
+
     /// How data-parallel replicas work together.
     pub fn data_parallel(&self) -> DataParallel {
         self.inner.groups.config
@@ -285,8 +300,8 @@ impl Parameters {
             return param.values();
         };
         let groups = self.groups();
-        let (slices, own) = (groups.slices(bucket.len), sharded.slice(place));
-        let values = gather_range(&slot.range, &slices, own, &groups.shard)?;
+        let (slices, own) = (groups.slices(bucket.len), sharded.slice(place)?);
+        let values = gather_range(&slot.range, &slices, &own, &groups.shard)?;
         param.unpacked(values.reshape(param.local_shape())?)
     }
 
@@ -304,7 +319,21 @@ impl Parameters {
         };
         let own = self.groups().own_range(self.layout().buckets[index].len);
         let mine = offset_by(mine, own.start);
-        sharded.slice(index).narrow(0, mine.start, mine.len())
+        sharded.slice(index)?.narrow(0, mine.start, mine.len())
+    }
+
+    /// Lets `change` write to what [`Self::own_weights`] gives of bucket `index`, of [`ParamLayout::all`]; that of `next`, which is to be changed after
+    /// it, comes meanwhile if it is not here.
+    pub(crate) fn change_weights<T>(
+        &self,
+        index: usize,
+        next: Option<usize>,
+        change: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        match self.sharded() {
+            Some(sharded) => sharded.change(index, next, change),
+            None => change(),
+        }
     }
 
     /// Puts the parameters of a block in place for its pass: waits for updates, gathers what replicas divide. The ranks of
@@ -411,9 +440,10 @@ impl Parameters {
         let values = values.flatten_all()?;
         let values = values.narrow(0, mine.start - slot.range.start, mine.len())?;
         let values = values.contiguous()?;
-        sharded
-            .slice(place)
-            .slice_set(&values, 0, mine.start - own.start)
+        sharded.change(place, None, || {
+            let slice = sharded.slice(place)?;
+            slice.slice_set(&values, 0, mine.start - own.start)
+        })
     }
 
     pub(super) fn changes(&self) -> &Changes {

@@ -1,12 +1,12 @@
-//! Weights of which each data-parallel rank keeps a slice (ZeRO-3, arXiv:1910.02054, section 5.3): gathered for the pass of a
-//! block, behind the tensors that its layers hold, and freed after.
+//! Weights of which each data-parallel rank keeps a slice (ZeRO-3, arXiv:1910.02054, section 5.3), on its device or away from it
+//! (arXiv:2104.07857): fetched and gathered for the pass of a block, behind the tensors that its layers hold, and freed after.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_comm::{Pending, ProcessGroup};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor, bail};
 use candle_ops::quantize_int8;
 
 use super::data_parallel::ReplicaGroups;
@@ -14,6 +14,7 @@ use super::layout::{Bucket, ParamLayout, Sharing, Slot};
 use super::param::Param;
 use super::slices::{GatheredRange, start_gather_range, unpacked};
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter, num_bytes};
+use crate::offload::{Fetched, Kept, OffloadPlace, OffloadStore};
 use crate::placement::intersect;
 
 /// The slices of a rank, and what is gathered of the others'.
@@ -25,6 +26,8 @@ pub(crate) struct ShardedWeights {
     num_tiles: usize,
     /// In the order of [`ParamLayout::all`].
     buckets: Vec<ShardedBucket>,
+    /// The slices, an item for each bucket, if they are not on the device.
+    away: Option<OffloadStore>,
     /// Buckets that the passes of each block need.
     of_block: BTreeMap<usize, Vec<usize>>,
     /// Of each weight that comes tile by tile, by name: its bucket, its values there, and the number of its rows.
@@ -32,15 +35,16 @@ pub(crate) struct ShardedWeights {
 }
 
 struct ShardedBucket {
-    slice: Tensor,
+    /// On the device: always, or while it is changed.
+    slice: Mutex<Option<Fetched>>,
     /// The slices of all ranks in the bucket.
     slices: Vec<Range<usize>>,
     params: Vec<(Param, Slot)>,
     state: Mutex<Residence>,
     /// Whether its weights are gathered in 8 bits.
     is_quantized: bool,
+    dtype: DType,
     meter: MemoryMeter,
-    _held: MemoryGuard,
 }
 
 /// A buffer becomes the storage of its first parameter if the others are at most one part in so many of it: they exist twice then.
@@ -54,22 +58,27 @@ pub(crate) fn is_adopted(others: usize, whole: usize) -> bool {
 /// Where a bucket's whole weights are.
 enum Residence {
     Absent,
+    /// The slice comes to the device, or is there.
+    Fetching,
     Gathering(Pending<Tensor>, MemoryGuard),
     Present(MemoryGuard),
 }
 
 impl ShardedWeights {
-    /// Slices of `params`, whose initial values `values` gives, in their local shape and type; only one parameter's exist at a time.
+    /// Slices of `params`, whose initial values `values` gives, in their local shape and type; only one parameter's exist at a time. They
+    /// are kept at `place`.
     pub fn new(
         params: &[Param],
         layout: &ParamLayout,
         groups: &ReplicaGroups,
-        meter: &MemoryMeter,
+        (place, meter): (OffloadPlace<'_>, &MemoryMeter),
         values: impl Fn(&Param) -> Result<Tensor>,
     ) -> Result<Self> {
-        let sharded = |bucket: &Bucket| {
+        let all: Vec<&Bucket> = layout.all().collect();
+        let device = groups.shard.device();
+        let slice = |bucket: &Bucket| {
             let own = groups.own_range(bucket.len);
-            let slice = Tensor::zeros(own.len(), bucket.dtype, groups.shard.device())?;
+            let slice = Tensor::zeros(own.len(), bucket.dtype, device)?;
             for slot in &bucket.slots {
                 let mine = intersect(&slot.range, &own);
                 if !mine.is_empty() {
@@ -78,16 +87,37 @@ impl ShardedWeights {
                     slice.slice_set(&values, 0, mine.start - own.start)?;
                 }
             }
+            Ok::<_, Error>(slice)
+        };
+        let items = all.iter();
+        let items = items.map(|bucket| vec![(groups.own_range(bucket.len).len(), bucket.dtype)]);
+        let kept = Kept {
+            what: "the weights",
+            category: MemoryCategory::Gathered,
+            items: items.collect(),
+        };
+        let away = OffloadStore::new(place, kept, device, meter, |index| {
+            Ok(vec![slice(all[index])?])
+        })?;
+        let sharded = |bucket: &&Bucket| {
+            let here = match &away {
+                Some(_) => None,
+                None => {
+                    let slice = slice(bucket)?;
+                    Some(Fetched {
+                        held: meter.hold(MemoryCategory::Weights, num_bytes(&slice)),
+                        tensors: vec![slice],
+                    })
+                }
+            };
             let slots = bucket.slots.iter().cloned();
             let of_slot = |slot: Slot| (params[slot.param].clone(), slot);
-            let quantize_weights = groups.config.quantize_weights;
+            let moves = groups.shard.world_size() > 1 && groups.config.quantize_weights;
             Ok(ShardedBucket {
-                is_quantized: quantize_weights
-                    && bucket.sharing == Sharing::None
-                    && is_float(&slice),
-                _held: meter.hold(MemoryCategory::Weights, num_bytes(&slice)),
+                is_quantized: moves && bucket.sharing == Sharing::None && bucket.dtype != DType::U8,
+                dtype: bucket.dtype,
                 meter: meter.clone(),
-                slice,
+                slice: Mutex::new(here),
                 slices: groups.slices(bucket.len),
                 params: slots.map(of_slot).collect(),
                 state: Mutex::new(Residence::Absent),
@@ -95,7 +125,7 @@ impl ShardedWeights {
         };
         let mut of_block: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         let mut tiled = BTreeMap::new();
-        for (index, bucket) in layout.all().enumerate() {
+        for (index, bucket) in all.iter().enumerate() {
             for slot in &bucket.slots {
                 let param = &params[slot.param];
                 if bucket.is_tiled {
@@ -117,14 +147,50 @@ impl ShardedWeights {
             overlap: groups.config.overlap,
             num_tiles: groups.config.tile_linears,
             tiled,
-            buckets: layout.all().map(sharded).collect::<Result<_>>()?,
+            buckets: all.iter().map(sharded).collect::<Result<_>>()?,
+            away,
             of_block,
         })
     }
 
-    /// This rank's slice of a bucket.
-    pub fn slice(&self, bucket: usize) -> &Tensor {
-        &self.buckets[bucket].slice
+    /// This rank's slice of a bucket. What is written to it is lost if it is not on the device, but in [`Self::change`].
+    pub fn slice(&self, bucket: usize) -> Result<Tensor> {
+        let here = lock(&self.buckets[bucket].slice);
+        let here = here.as_ref().and_then(|slice| slice.tensors.first());
+        match (here, &self.away) {
+            (Some(slice), _) => Ok(slice.clone()),
+            (None, Some(away)) => {
+                let item = away.fetch(bucket)?;
+                let slice = one_of(&item)?;
+                // For what is asked for next, which may lie in it too.
+                away.keep(bucket, item);
+                Ok(slice)
+            }
+            (None, None) => bail!("bucket {bucket} of weights is not on this rank"),
+        }
+    }
+
+    /// Lets `change` write to what [`Self::slice`] gives of a bucket; the slice of `next`, which is to be changed after it, comes meanwhile.
+    pub fn change<T>(
+        &self,
+        bucket: usize,
+        next: Option<usize>,
+        change: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let Some(away) = &self.away else {
+            return change();
+        };
+        let item = away.fetch(bucket)?;
+        if let Some(next) = next {
+            away.start_fetch(next)?;
+        }
+        *lock(&self.buckets[bucket].slice) = Some(item);
+        let changed = change();
+        let item = lock(&self.buckets[bucket].slice).take();
+        if let Some(item) = item {
+            away.store(bucket, item)?;
+        }
+        changed
     }
 
     fn needed(&self, block: usize) -> &[usize] {
@@ -156,7 +222,7 @@ impl ShardedWeights {
         let values = start_gather_range(
             &range,
             &bucket.slices,
-            &bucket.slice,
+            &self.slice(*index)?,
             &self.tiles,
             bucket.is_quantized,
         )?;
@@ -168,21 +234,20 @@ impl ShardedWeights {
         })
     }
 
-    /// Starts to gather what a block needs and what is not here. All ranks of the shard group must call it.
+    /// Starts to gather what a block needs and what is not here; of what is not on the device, to fetch it. All ranks of the shard group must
+    /// call it.
     pub fn prefetch(&self, block: usize) -> Result<()> {
         for &index in self.needed(block) {
             let bucket = &self.buckets[index];
-            let mut state = bucket.lock();
+            let mut state = lock(&bucket.state);
             if let Residence::Absent = *state {
-                let sent = match bucket.is_quantized {
-                    true => quantize_int8(&bucket.slice)?,
-                    false => bucket.slice.clone(),
+                *state = match &self.away {
+                    Some(away) => {
+                        away.start_fetch(index)?;
+                        Residence::Fetching
+                    }
+                    None => bucket.start_gather(&self.slice(index)?, &self.shard)?,
                 };
-                // What is sent is a copy if it is in 8 bits.
-                let copies = self.shard.world_size() + usize::from(bucket.is_quantized);
-                let bytes = num_bytes(&sent) * copies;
-                let held = bucket.meter.hold(MemoryCategory::Gathered, bytes);
-                *state = Residence::Gathering(self.shard.start_all_gather(&sent)?, held);
             }
         }
         Ok(())
@@ -192,7 +257,33 @@ impl ShardedWeights {
     pub fn unshard(&self, block: usize) -> Result<()> {
         self.prefetch(block)?;
         let mut needed = self.needed(block).iter();
-        needed.try_for_each(|&index| self.buckets[index].arrive())
+        needed.try_for_each(|&index| self.arrive(index))
+    }
+
+    fn arrive(&self, index: usize) -> Result<()> {
+        let bucket = &self.buckets[index];
+        let mut state = lock(&bucket.state);
+        let mut was = std::mem::replace(&mut *state, Residence::Absent);
+        if let (Residence::Fetching, Some(away)) = (&was, &self.away) {
+            let item = away.fetch(index)?;
+            let slice = one_of(&item)?;
+            if self.shard.world_size() == 1 {
+                // It is the whole bucket.
+                let held = bucket.distribute(slice, item.held)?;
+                *state = Residence::Present(held);
+                return Ok(());
+            }
+            was = bucket.start_gather(&slice, &self.shard)?;
+        }
+        *state = match was {
+            Residence::Gathering(whole, on_the_way) => {
+                let own = bucket.slices[self.shard.rank()].len();
+                let whole = unpacked(whole.wait()?, own, bucket.dtype)?;
+                Residence::Present(bucket.distribute(whole, on_the_way)?)
+            }
+            other => other,
+        };
+        Ok(())
     }
 
     /// Frees the weights of a block, but for what `next` needs too.
@@ -201,19 +292,41 @@ impl ShardedWeights {
         let mut needed = self.needed(block).iter();
         needed.try_for_each(|index| match kept.contains(index) {
             true => Ok(()),
-            false => self.buckets[*index].reshard(),
+            false => self.reshard_bucket(*index),
         })
+    }
+
+    fn reshard_bucket(&self, index: usize) -> Result<()> {
+        let bucket = &self.buckets[index];
+        let mut state = lock(&bucket.state);
+        match std::mem::replace(&mut *state, Residence::Absent) {
+            Residence::Absent => Ok(()),
+            // What was prefetched for a pass that did not come.
+            Residence::Fetching => (self.away.iter()).try_for_each(|away| away.forget(index)),
+            Residence::Gathering(whole, _held) => whole.wait().map(drop),
+            Residence::Present(_held) => bucket
+                .params
+                .iter()
+                .try_for_each(|(param, _)| param.release()),
+        }
     }
 
     /// Frees all weights but the slices.
     pub fn free_all(&self) -> Result<()> {
-        self.buckets.iter().try_for_each(ShardedBucket::reshard)
+        (0..self.buckets.len()).try_for_each(|index| self.reshard_bucket(index))
     }
 }
 
-/// Whether it holds numbers, which can move in 8 bits, and not bytes of blocks.
-fn is_float(slice: &Tensor) -> bool {
-    slice.dtype() != DType::U8
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The slice that is an item.
+fn one_of(item: &Fetched) -> Result<Tensor> {
+    match item.tensors.as_slice() {
+        [slice] => Ok(slice.clone()),
+        tensors => bail!("a slice of weights came as {} tensors", tensors.len()),
+    }
 }
 
 /// Rows of a weight on their way.
@@ -240,25 +353,22 @@ impl TileGather {
 }
 
 impl ShardedBucket {
-    fn lock(&self) -> MutexGuard<'_, Residence> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Starts to gather the slices of all ranks, of which this rank's is `slice`.
+    fn start_gather(&self, slice: &Tensor, shard: &ProcessGroup) -> Result<Residence> {
+        let sent = match self.is_quantized {
+            true => quantize_int8(slice)?,
+            false => slice.clone(),
+        };
+        // What is sent is a copy if it is in 8 bits.
+        let copies = shard.world_size() + usize::from(self.is_quantized);
+        let bytes = num_bytes(&sent) * copies;
+        let held = self.meter.hold(MemoryCategory::Gathered, bytes);
+        Ok(Residence::Gathering(shard.start_all_gather(&sent)?, held))
     }
 
-    fn arrive(&self) -> Result<()> {
-        let mut state = self.lock();
-        match std::mem::replace(&mut *state, Residence::Absent) {
-            Residence::Gathering(whole, on_the_way) => {
-                let whole = unpacked(whole.wait()?, self.slice.elem_count(), &self.slice)?;
-                drop(on_the_way);
-                *state = Residence::Present(self.distribute(whole)?);
-            }
-            other => *state = other,
-        }
-        Ok(())
-    }
-
-    /// Gives the parameters their values, `whole`, the first in the bucket first; what they hold then.
-    fn distribute(&self, whole: Tensor) -> Result<MemoryGuard> {
+    /// Gives the parameters their values, `whole`, which came as `on_the_way`, the first in the bucket first; what they hold then.
+    fn distribute(&self, whole: Tensor, on_the_way: MemoryGuard) -> Result<MemoryGuard> {
+        drop(on_the_way);
         let hold = |bytes| self.meter.hold(MemoryCategory::Gathered, bytes);
         let whole_bytes = num_bytes(&whole);
         let values_of = |param: &Param, slot: &Slot| {
@@ -285,18 +395,5 @@ impl ShardedBucket {
         param.adopt(&values_of(param, slot)?)?;
         drop((buffer, copies));
         Ok(hold(whole_bytes + bytes_of(copied)))
-    }
-
-    fn reshard(&self) -> Result<()> {
-        let mut state = self.lock();
-        match std::mem::replace(&mut *state, Residence::Absent) {
-            Residence::Absent => Ok(()),
-            // What was prefetched for a pass that did not come.
-            Residence::Gathering(whole, _held) => whole.wait().map(drop),
-            Residence::Present(_held) => self
-                .params
-                .iter()
-                .try_for_each(|(param, _)| param.release()),
-        }
     }
 }

@@ -94,7 +94,7 @@ impl GatheredRange {
     pub fn wait(self) -> Result<Tensor> {
         let mut parts = Vec::with_capacity(self.pieces.len());
         for (len, piece) in self.pieces {
-            parts.push(unpacked(piece.wait()?, len, &self.like)?);
+            parts.push(unpacked(piece.wait()?, len, self.like.dtype())?);
         }
         match parts.as_slice() {
             [] => Ok(self.like),
@@ -104,16 +104,17 @@ impl GatheredRange {
     }
 }
 
-/// Rows of `len` values of the type of `like`, flat, of what may have been sent in 8 bits.
-pub(super) fn unpacked(sent: Tensor, len: usize, like: &Tensor) -> Result<Tensor> {
-    if sent.dtype() == like.dtype() {
+/// Rows of `len` values of type `dtype`, flat, of what may have been sent in 8 bits.
+pub(super) fn unpacked(sent: Tensor, len: usize, dtype: DType) -> Result<Tensor> {
+    if sent.dtype() == dtype {
         return Ok(sent);
     }
     if len == 0 {
-        return like.narrow(0, 0, 0);
+        // A GPU allocates no 0 bytes.
+        return Tensor::zeros(1, dtype, sent.device())?.narrow(0, 0, 0);
     }
     let rows = sent.reshape(((), quantized_bytes(len)))?;
-    let whole = Tensor::zeros((rows.dim(0)?, len), like.dtype(), like.device())?;
+    let whole = Tensor::zeros((rows.dim(0)?, len), dtype, sent.device())?;
     dequantize_int8_into(&whole, false, &rows)?;
     whole.flatten_all()
 }

@@ -24,6 +24,7 @@ use super::weight_format::{Packing, WeightFormat, hold};
 use crate::agreement::Facts;
 use crate::files::Checkpoint;
 use crate::lora::{Adapter, LoraConfig};
+use crate::offload::Offload;
 use crate::pipeline_layout::PipelineLayout;
 use crate::placement::Placement;
 
@@ -45,6 +46,7 @@ struct StoreState {
     allowance: Allowance,
     is_frozen: Option<NamePredicate>,
     replicas: DataParallel,
+    offload: Offload,
     /// Of frozen weights that layers use tile by tile.
     frozen_format: Option<WeightFormat>,
     /// Linear layers that can have an adapter, whether they get one or not.
@@ -53,6 +55,13 @@ struct StoreState {
     is_building: bool,
     /// See [`ParamStore::without_values`].
     without_values: bool,
+}
+
+impl StoreState {
+    /// Whether values are not in memory while blocks are built.
+    fn defers_values(&self) -> bool {
+        self.replicas.zero == ZeroStage::Three || self.offload.params
+    }
 }
 
 /// See [`ParamStore::building`].
@@ -199,6 +208,13 @@ impl ParamStore {
         self
     }
 
+    /// What a rank keeps in the host's memory or in files; call it before the model is built. Without it: nothing. With [`Offload::params`] the values
+    /// of parameters are there as with [`ZeroStage::Three`].
+    pub fn with_offload(self, offload: Offload) -> Self {
+        self.lock().offload = offload;
+        self
+    }
+
     /// Holds the frozen weights of linear layers, embedding and head in another form than that of the values that the model computes
     /// with; call it before the model is built. Without it: in that one.
     pub fn with_frozen_format(self, format: WeightFormat) -> Self {
@@ -327,7 +343,7 @@ impl ParamStore {
         let is_frozen = is_frozen.is_some_and(|is_frozen| is_frozen(&request.name));
         // Beside adapters nothing else is trained.
         let trainable = !is_frozen && (request.is_adapter || self.source.lora.is_none());
-        let is_deferred = state.replicas.zero == ZeroStage::Three || state.without_values;
+        let is_deferred = state.defers_values() || state.without_values;
         let is_tiled = request.by_tiles && state.replicas.tile_linears > 1;
         let is_packed = request.by_tiles && !trainable;
         let format = state.frozen_format.filter(|_| is_packed);
@@ -430,7 +446,7 @@ impl ParamStore {
 
     /// Whether values are not in memory while blocks are built.
     pub(crate) fn defers_values(&self) -> bool {
-        self.lock().replicas.zero == ZeroStage::Three
+        self.lock().defers_values()
     }
 
     /// Says, until it is dropped, that blocks of a model are being built: what asks then with the builder of no block does so by mistake, if
@@ -481,6 +497,7 @@ impl ParamStore {
             pending: self.pending.clone(),
             sharded: self.sharded.clone(),
             replicas: state.replicas,
+            offload: state.offload.clone(),
             without_values: state.without_values,
         };
         let params = Parameters::new(requested, mesh, layout, facts)?;

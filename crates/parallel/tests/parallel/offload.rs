@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use candle_comm::Mesh;
-use candle_core::{DType, Result};
+use candle_core::{DType, Error, Result};
 use candle_parallel::{
     AdamW, AdamWConfig, DataParallel, DistributedOptimizer, Gradients, MemoryCategory, ModelPart,
     Offload, Optimizer, OptimizerState, ParamStore, Pipeline, Schedule, ZeroStage,
@@ -68,16 +68,17 @@ fn trained<R: Optimizer + 'static>(
     rule: fn() -> R,
 ) -> Vec<(Bits, Vec<OptimizerState>)> {
     on_mesh(layout, |mesh| {
-        let part = chain.part(&mesh, &ParamStore::init(5).with_data_parallel(replicas))?;
+        let store = ParamStore::init(5).with_data_parallel(replicas);
+        let part = chain.part(&mesh, &store.with_offload(offload.clone()))?;
         let params = part.params();
-        let mut optimizer = DistributedOptimizer::offloaded(params, &mesh, rule(), offload)?;
+        let mut optimizer = DistributedOptimizer::new(params, &mesh, rule())?;
         steps(chain, &mesh, &part, &mut optimizer)?;
         let state = optimizer.state()?;
-        let num_buckets = match offload {
-            Offload::None => usize::MAX,
-            Offload::Host if mesh.world.device().is_cpu() => usize::MAX,
-            Offload::Host => 3,
-            Offload::Nvme(_) => 2,
+        let num_buckets = match (offload.dirs.is_empty(), mesh.world.device().is_cpu()) {
+            _ if !offload.optimizer => usize::MAX,
+            (false, _) => 2,
+            (true, false) => 3,
+            (true, true) => usize::MAX,
         };
         if num_buckets < usize::MAX {
             // Two moments of AdamW, and the remainders of bf16 weights.
@@ -87,6 +88,10 @@ fn trained<R: Optimizer + 'static>(
             let most = (num_buckets * largest) as u64;
             assert!(peak <= most, "{peak} of {num_buckets} {largest}");
         }
+        if offload.params && !offload.dirs.is_empty() {
+            let weights = params.meter().report().of(MemoryCategory::Weights).peak;
+            assert_eq!(weights, 0, "weights that never leave");
+        }
         Ok((local_bits(&part), state))
     })
 }
@@ -94,7 +99,18 @@ fn trained<R: Optimizer + 'static>(
 #[test]
 fn bits_are_the_same_wherever_the_state_is() {
     let dir = tempdir().unwrap();
-    let file = Offload::Nvme(dir.path().to_path_buf());
+    let in_file = |offload: Offload| offload.in_dir(dir.path());
+    let params = || Offload {
+        params: true,
+        ..Offload::default()
+    };
+    let places = [
+        Offload::default(),
+        Offload::all(),
+        in_file(Offload::optimizer()),
+        in_file(params()),
+        in_file(Offload::all()),
+    ];
     for (layout, dtype, tied) in [
         ((1, 1, 1), DType::F32, false),
         ((1, 3, 1), DType::BF16, false),
@@ -113,14 +129,15 @@ fn bits_are_the_same_wherever_the_state_is() {
                 ..Chain::default()
             };
             let trained = |offload| trained(layout, replicas, (chain, offload), adamw);
-            let want = trained(&Offload::None);
+            let want = trained(&places[0]);
             assert!(want.iter().any(|(_, state)| !state.is_empty()));
             let what = format!("{layout:?} {dtype:?} {replicas:?}");
-            assert!(trained(&Offload::Host) == want, "{what}: host");
-            assert!(trained(&file) == want, "{what}: file");
+            for place in &places[1..] {
+                assert!(trained(place) == want, "{what}: {place:?}");
+            }
         }
     }
-    let trained = |offload| {
+    let trained = |offload: &Offload| {
         trained(
             (1, 3, 1),
             DataParallel::default(),
@@ -129,7 +146,7 @@ fn bits_are_the_same_wherever_the_state_is() {
         )
     };
     assert!(
-        trained(&file) == trained(&Offload::None),
+        trained(&in_file(Offload::all())) == trained(&Offload::default()),
         "a rule of one's own"
     );
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
@@ -139,21 +156,25 @@ fn bits_are_the_same_wherever_the_state_is() {
 fn state_moves_from_one_place_to_another() -> Result<()> {
     let (dir, mesh) = (tempdir().unwrap(), single_mesh());
     let places = [
-        Offload::None,
-        Offload::Host,
-        Offload::Nvme(dir.path().to_path_buf()),
+        Offload::default(),
+        Offload::all(),
+        Offload::optimizer().in_dir(dir.path()),
+        Offload::all().in_dir(dir.path()),
     ];
     let chain = Chain {
         dtype: DType::BF16,
         ..Chain::default()
     };
-    let part = chain.part(&mesh, &ParamStore::init(5))?;
-    let make = |offload| DistributedOptimizer::offloaded(part.params(), &mesh, adamw(), offload);
-    let mut first = make(&places[0])?;
+    let make = |offload: &Offload| {
+        let part = chain.part(&mesh, &ParamStore::init(5).with_offload(offload.clone()))?;
+        let optimizer = DistributedOptimizer::new(part.params(), &mesh, adamw())?;
+        Ok::<_, Error>((part, optimizer))
+    };
+    let (part, mut first) = make(&places[0])?;
     steps(chain, &mesh, &part, &mut first)?;
     let want = first.state()?;
     for place in &places {
-        let mut other = make(place)?;
+        let (_part, mut other) = make(place)?;
         assert!(other.state()? != want);
         for state in &want {
             assert_eq!(other.load_state(state)?, state.values.len());
@@ -166,11 +187,24 @@ fn state_moves_from_one_place_to_another() -> Result<()> {
 #[test]
 fn places_have_names() {
     let parse = |text: &str| text.parse::<Offload>();
-    assert_eq!(parse("optimizer").unwrap(), Offload::Host);
-    let dir = Offload::Nvme("/a:b".into());
+    assert_eq!(parse("optimizer").unwrap(), Offload::optimizer());
+    assert_eq!(parse("params, optimizer").unwrap(), Offload::all());
+    assert_eq!(parse("all").unwrap(), Offload::all());
+    let dir = Offload::optimizer().in_dir("/a:b");
     assert_eq!(parse("nvme:/a:b").unwrap(), dir);
-    for text in ["", "nvme", "nvme:", "cpu", "optimizer:"] {
-        let words = ["`optimizer` or `nvme:DIR`", &format!("`{text}`")];
+    for offload in [Offload::optimizer(), Offload::all(), dir] {
+        assert_eq!(parse(&offload.to_string()).unwrap(), offload);
+    }
+    for text in [
+        "",
+        "nvme",
+        "nvme:",
+        "cpu",
+        "optimizer:",
+        "params,",
+        "all,disk",
+    ] {
+        let words = ["`optimizer` and `params`, or `all`", &format!("`{text}`")];
         assert_says(&message(parse(text)), &words);
     }
 }
@@ -184,10 +218,9 @@ fn in_folder(dir: &Path) -> Result<(Chain, Mesh, ModelPart, DistributedOptimizer
         },
         single_mesh(),
     );
-    let part = chain.part(&mesh, &ParamStore::init(5))?;
-    let offload = Offload::Nvme(dir.to_path_buf());
-    let params = part.params();
-    let optimizer = DistributedOptimizer::offloaded(params, &mesh, adamw(), &offload)?;
+    let store = ParamStore::init(5).with_offload(Offload::optimizer().in_dir(dir));
+    let part = chain.part(&mesh, &store)?;
+    let optimizer = DistributedOptimizer::new(part.params(), &mesh, adamw())?;
     Ok((chain, mesh, part, optimizer))
 }
 
@@ -273,7 +306,7 @@ fn a_file_that_cannot_be_written_to_any_more_ends_the_run() {
         assert!(limit.unwrap().success());
         let said = message(steps(chain, &mesh, &part, &mut optimizer));
         let words = [
-            "cannot write the optimizer's state",
+            "cannot write the optimizer's state to the file",
             &dir.display().to_string(),
             "large",
         ];

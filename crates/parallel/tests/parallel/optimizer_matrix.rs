@@ -143,13 +143,13 @@ impl Run {
             zero_group: layout.zero_group,
             ..DataParallel::default()
         });
-        let part = chain.part(&mesh, &store)?;
         let offload = match layout.in_file {
-            true => Offload::Nvme(files.to_path_buf()),
-            false => Offload::None,
+            true => Offload::all().in_dir(files),
+            false => Offload::default(),
         };
+        let part = chain.part(&mesh, &store.with_offload(offload))?;
         let rest = AdamW(AdamWConfig::default());
-        let optimizer = DistributedOptimizer::offloaded(part.params(), &mesh, rest, &offload)?;
+        let optimizer = DistributedOptimizer::new(part.params(), &mesh, rest)?;
         let optimizer = optimizer.with_groups(vec![
             ParamGroup::new(is_of_muon)
                 .with_rule(Muon)

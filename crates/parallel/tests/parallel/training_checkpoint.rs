@@ -81,18 +81,19 @@ impl Run {
             tile_linears: layout.num_tiles,
             ..DataParallel::default()
         });
-        let part = chain.part(&mesh, &store)?;
+        let offload = match (layout.in_file, layout.num_tiles) {
+            (true, 1) => Offload::all().in_dir(files),
+            (true, _) => Offload::optimizer().in_dir(files),
+            (false, _) => Offload::default(),
+        };
+        let part = chain.part(&mesh, &store.with_offload(offload))?;
         let recompute = match layout.recompute {
             true => Recompute::Full,
             false => Recompute::None,
         };
         let part = part.with_recompute(|_| recompute);
-        let offload = match layout.in_file {
-            true => Offload::Nvme(files.to_path_buf()),
-            false => Offload::None,
-        };
         let rule = AdamW(AdamWConfig::default());
-        let optimizer = DistributedOptimizer::offloaded(part.params(), &mesh, rule, &offload)?;
+        let optimizer = DistributedOptimizer::new(part.params(), &mesh, rule)?;
         let optimizer = optimizer.with_loss_scaling(LossScaling {
             init: 64.0,
             window: 2,

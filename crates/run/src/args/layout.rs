@@ -1,7 +1,9 @@
 //! Flags of the layout: how a model lies on ranks, and what replicas divide.
 
+use std::path::PathBuf;
+
 use candle_comm::{Degrees, Mesh, RankEnv};
-use candle_core::{DType, Error, Result};
+use candle_core::{DType, Error, Result, bail};
 use candle_parallel::{DataParallel, ModelPart, Offload, ParamBuilder, ReduceType, ZeroStage};
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::{BatchConfig, explain_out_of_memory};
@@ -81,11 +83,15 @@ pub struct LayoutArgs {
     #[arg(long, conflicts_with = "dtype")]
     #[serde(skip)]
     pub fp16: bool,
-    /// Keep the optimizer's state and masters in the host's memory (optimizer), or in a file of a folder, for each rank one that is
-    /// gone after the run (nvme:DIR); the same bits [default: where the weights are]
-    #[arg(long, value_name = "optimizer|nvme:DIR")]
+    /// Keep in the host's memory, and not on the device, the optimizer's state and masters (optimizer), weights but those of the layers
+    /// that run (params), both (all), or a list of them; nvme:DIR is optimizer with --offload-dir DIR; the same bits [default: nothing]
+    #[arg(long, value_name = "LIST")]
     #[serde(serialize_with = "some_text")]
     pub offload: Option<Offload>,
+    /// Keep what --offload names in files of this folder, for each rank one that is gone after the run; of several folders, given by a
+    /// flag each, ranks take one in turn [default: the host's memory]
+    #[arg(long, value_name = "DIR")]
+    pub offload_dir: Vec<PathBuf>,
 }
 
 impl Default for LayoutArgs {
@@ -117,6 +123,28 @@ impl LayoutArgs {
             quantize_weights: self.quantize_weights.is_some(),
             tile_linears: self.tile_linears,
             overlap: !self.no_overlap,
+        }
+    }
+
+    /// What a rank keeps away from its device.
+    pub fn offload(&self) -> Offload {
+        let mut offload = self.offload.clone().unwrap_or_default();
+        offload.dirs.extend(self.offload_dir.iter().cloned());
+        offload
+    }
+
+    /// An error if the flags about what is offloaded contradict each other.
+    pub(crate) fn check_offload(&self) -> Result<()> {
+        match (&self.offload, self.offload_dir.first()) {
+            (None, Some(dir)) => bail!(
+                "--offload-dir is given without --offload, which says what to keep in {}\nhint: --offload all",
+                dir.display()
+            ),
+            (Some(offload), Some(dir)) if !offload.dirs.is_empty() => bail!(
+                "--offload {offload} and --offload-dir {} name two folders\nhint: --offload optimizer with --offload-dir",
+                dir.display()
+            ),
+            _ => Ok(()),
         }
     }
 

@@ -160,6 +160,7 @@ impl TrainingArgs {
     pub(crate) fn validate(&self) -> Result<()> {
         let output = self.output.output.as_path();
         self.checkpoints.validate(output)?;
+        self.layout.check_offload()?;
         self.logs.check_places(&absolute(output)?)?;
         if let Some(num_steps) = self.batches.steps {
             self.logs.trace.check_steps(num_steps)?;
@@ -287,7 +288,6 @@ impl TrainingArgs {
             },
             max_grad_norm: Some(args.max_grad_norm).filter(|norm| *norm > 0.0),
             loss_scaling: args.loss_scale.config(layout.dtype())?,
-            offload: layout.offload.clone().unwrap_or_default(),
             schedule: layout.pipeline.order.schedule,
             pipeline_prefetch: layout.pipeline.pipeline_prefetch,
         };

@@ -99,6 +99,8 @@ impl Way {
         let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 1)?;
         let work = PlannedWork {
             replicas: DataParallel::default(),
+            offload: &Offload::default(),
+            on_gpu: false,
             passes: Some(PlannedPasses {
                 plan: &plan,
                 tapes: model.tapes(),
@@ -107,8 +109,6 @@ impl Way {
             }),
             update: Some(PlannedUpdate {
                 rule: &AdamW(AdamWConfig::default()),
-                offload: &Offload::None,
-                on_gpu: false,
             }),
         };
         Ok(MemoryPlan::new(&model.of_rank(0), &work)?.report())

@@ -127,15 +127,18 @@ impl TrainingCheckpoint {
             })?;
         }
         // After the masters, of which bf16 weights are a part.
-        if params.sharded().is_some() {
+        if params.sharded().is_none() {
+            return Ok(());
+        }
+        params.change_weights(bucket, None, || {
             for own in of_bucket {
                 let piece = Piece::of(params.get(own.param), own.local.clone());
                 if let Some(values) = self.weights(params, own.param, &piece)? {
                     own.weights(params)?.slice_set(&values, 0, 0)?;
                 }
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     fn save_source(&self, name: &str) -> SaveSource {

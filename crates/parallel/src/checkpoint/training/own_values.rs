@@ -68,7 +68,9 @@ impl OwnValues {
     /// A flat view of the weights.
     pub fn weights(&self, params: &Parameters) -> Result<Tensor> {
         match params.sharded() {
-            Some(sharded) => sharded.slice(self.bucket).narrow(0, self.start, self.len()),
+            Some(sharded) => sharded
+                .slice(self.bucket)?
+                .narrow(0, self.start, self.len()),
             None => params.get(self.param).flat_part(&self.local),
         }
     }

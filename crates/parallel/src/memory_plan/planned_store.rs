@@ -1,0 +1,77 @@
+//! Items that are on the device for their uses only: what of them is there.
+
+use super::held::Held;
+use crate::memory::MemoryCategory;
+use crate::offload::OffloadPlace;
+
+/// The items of one rank that are changed in turn.
+pub(super) struct PlannedStore {
+    category: MemoryCategory,
+    /// Bytes of each.
+    bytes: Vec<usize>,
+    /// Of each, the one that is changed after it.
+    next: Vec<Option<usize>>,
+    is_file: bool,
+    /// The item that was fetched and not yet changed.
+    ahead: Option<usize>,
+    /// The one that is on its way back.
+    behind: Option<usize>,
+}
+
+impl PlannedStore {
+    /// Items that are at `place`; `None` if that is the device, where they are held from now on.
+    pub fn new(
+        place: OffloadPlace<'_>,
+        category: MemoryCategory,
+        bytes: Vec<usize>,
+        next: Vec<Option<usize>>,
+    ) -> Option<Self> {
+        (place != OffloadPlace::Device).then_some(Self {
+            category,
+            bytes,
+            next,
+            is_file: matches!(place, OffloadPlace::File(_)),
+            ahead: None,
+            behind: None,
+        })
+    }
+
+    /// The change of an item begins.
+    pub fn begin(&mut self, item: usize, held: &mut Held) {
+        if self.ahead != Some(item) {
+            let other = self.ahead.take();
+            self.free(other, held);
+            self.fetch(item, held);
+        }
+        self.ahead = self.next[item];
+        if let Some(next) = self.ahead {
+            self.fetch(next, held);
+        }
+    }
+
+    /// It ends.
+    pub fn end(&mut self, item: usize, held: &mut Held) {
+        let written = self.behind.replace(item);
+        self.free(written, held);
+    }
+
+    /// All that was changed is written.
+    pub fn finish(&mut self, held: &mut Held) {
+        if self.is_file {
+            let written = self.behind.take();
+            self.free(written, held);
+        }
+    }
+
+    fn fetch(&mut self, item: usize, held: &mut Held) {
+        // The thread of a file reads after it has written.
+        self.finish(held);
+        held.hold(self.category, self.bytes[item]);
+    }
+
+    fn free(&self, item: Option<usize>, held: &mut Held) {
+        if let Some(item) = item {
+            held.free(self.category, self.bytes[item]);
+        }
+    }
+}

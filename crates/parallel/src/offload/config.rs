@@ -1,0 +1,138 @@
+//! What a rank keeps away from the device that computes, and where.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use candle_core::{Error, Result, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::params::DataParallel;
+
+/// What a rank keeps away from the device that computes: see [`ParamStore::with_offload`](crate::ParamStore::with_offload). It passes through the
+/// device bucket by bucket; the bits are the same everywhere.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Offload {
+    /// The optimizer's state and masters (arXiv:2101.06840).
+    pub optimizer: bool,
+    /// Weights, of which only those of the block that runs are on the device, and of the one after it (arXiv:2104.07857). Where replicas
+    /// divide something (ZeRO-1 to 3) each keeps its slice, and a block's are gathered for its passes.
+    pub params: bool,
+    /// Folders of files, one for each rank, which vanish with its process; ranks take the folders in turn. Without any: the host's memory,
+    /// which on the CPU is the device's.
+    pub dirs: Vec<PathBuf>,
+}
+
+impl Offload {
+    /// The optimizer's state in the host's memory.
+    pub fn optimizer() -> Self {
+        Self {
+            optimizer: true,
+            ..Self::default()
+        }
+    }
+
+    /// Weights and the optimizer's state in the host's memory.
+    pub fn all() -> Self {
+        Self {
+            params: true,
+            ..Self::optimizer()
+        }
+    }
+
+    /// The same in files of `dir`.
+    pub fn in_dir(self, dir: impl Into<PathBuf>) -> Self {
+        Self {
+            dirs: vec![dir.into()],
+            ..self
+        }
+    }
+
+    /// An error if this does not go with how replicas work together, on GPUs or on CPUs.
+    ///
+    /// # Errors
+    /// The one that it is for.
+    pub fn validate(&self, replicas: &DataParallel, on_gpu: bool) -> Result<()> {
+        let leave = self.place_of_params(0, on_gpu) != OffloadPlace::Device;
+        if leave && replicas.tile_linears > 1 {
+            bail!(
+                "tile-linears({}) is given with weights that are offloaded, of which whole blocks come back\nhint: leave one of the two out",
+                replicas.tile_linears
+            );
+        }
+        Ok(())
+    }
+
+    /// Where a rank keeps the optimizer's state.
+    pub(crate) fn place_of_optimizer(&self, rank: usize, on_gpu: bool) -> OffloadPlace<'_> {
+        self.place(self.optimizer, rank, on_gpu)
+    }
+
+    /// Where a rank keeps weights.
+    pub(crate) fn place_of_params(&self, rank: usize, on_gpu: bool) -> OffloadPlace<'_> {
+        self.place(self.params, rank, on_gpu)
+    }
+
+    fn place(&self, leaves: bool, rank: usize, on_gpu: bool) -> OffloadPlace<'_> {
+        let turn = rank.checked_rem(self.dirs.len());
+        match turn.and_then(|turn| self.dirs.get(turn)) {
+            _ if !leaves => OffloadPlace::Device,
+            Some(dir) => OffloadPlace::File(dir),
+            None if on_gpu => OffloadPlace::Host,
+            None => OffloadPlace::Device,
+        }
+    }
+}
+
+/// Where something is between its uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OffloadPlace<'a> {
+    /// Where it is used.
+    Device,
+    Host,
+    /// In a file of this folder.
+    File(&'a Path),
+}
+
+/// As `--offload` has it: words of a list.
+impl fmt::Display for Offload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let (true, false, [dir]) = (self.optimizer, self.params, self.dirs.as_slice()) {
+            return write!(f, "nvme:{}", dir.display());
+        }
+        f.write_str(match (self.optimizer, self.params) {
+            (true, true) => "all",
+            (true, false) => "optimizer",
+            (false, true) => "params",
+            (false, false) => "none",
+        })
+    }
+}
+
+impl FromStr for Offload {
+    type Err = Error;
+
+    /// A list of `optimizer` and `params`, or `all`; `nvme:DIR` is the optimizer's state in that folder.
+    fn from_str(text: &str) -> Result<Self> {
+        if let Some(("nvme", dir)) = text.split_once(':')
+            && !dir.is_empty()
+        {
+            return Ok(Self::optimizer().in_dir(dir));
+        }
+        let mut offload = Self::default();
+        for word in text.split(',').map(str::trim) {
+            match word {
+                "optimizer" => offload.optimizer = true,
+                "params" => offload.params = true,
+                "all" => offload = Self::all(),
+                _ => {
+                    return Err(Error::Msg(format!(
+                        "expected a list of `optimizer` and `params`, or `all`, or `nvme:DIR`, got `{text}`"
+                    )));
+                }
+            }
+        }
+        Ok(offload)
+    }
+}

@@ -1,0 +1,358 @@
+//! Items in a file, streamed through memory (arXiv:2104.07857).
+//!
+//! ```text
+//! uses      .. item 1              .. item 2              .. item 3
+//! thread    write 0, read 2        write 1, read 3        write 2, read 4
+//! ```
+//! One thread works on requests in their order, so what is read was written before. The file has no name: it is gone when it is closed,
+//! or with its process, whatever ends that.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use candle_comm::{allocate_for, allocated_of_rank};
+use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
+use half::{bf16, f16};
+use nix::sys::statfs::{TMPFS_MAGIC, statfs};
+
+use super::store::{Fetched, Kept};
+use crate::memory::MemoryMeter;
+
+/// Bytes that are converted at a time.
+const CHUNK: usize = 1 << 16;
+
+/// The items of one rank.
+pub(super) struct FileStore {
+    device: Device,
+    what: &'static str,
+    io: Mutex<Io>,
+}
+
+/// The rank's end of its thread.
+struct Io {
+    /// Until the end.
+    requests: Option<Sender<Request>>,
+    replies: Receiver<Result<Fetched>>,
+    /// Items that are being read, in this order.
+    asked: VecDeque<usize>,
+    /// Items that are here and that nobody has asked for yet, on the host.
+    here: HashMap<usize, Fetched>,
+    thread: Option<JoinHandle<()>>,
+}
+
+enum Request {
+    Read(usize),
+    Write(usize, Fetched),
+}
+
+impl FileStore {
+    /// A file in `dir` with all items, as `make` gives them, on the disk.
+    pub fn create(
+        dir: &Path,
+        kept: Kept,
+        device: &Device,
+        meter: &MemoryMeter,
+        mut make: impl FnMut(usize) -> Result<Vec<Tensor>>,
+    ) -> Result<Self> {
+        let (what, num_items) = (kept.what, kept.items.len());
+        let num_bytes: usize = (0..num_items).map(|index| kept.num_bytes(index)).sum();
+        let fail = |err: std::io::Error| {
+            Error::msg(format!(
+                "cannot keep {num_bytes} bytes of {what} of this rank in a file in {}: {err}\nhint: expected a folder that exists, may be \
+                 written to and has that much space for each rank",
+                dir.display()
+            ))
+        };
+        let mut file = tempfile::tempfile_in(dir).map_err(fail)?;
+        warn_of_memory(dir);
+        for index in 0..num_items {
+            for values in make(index)? {
+                write_tensor(&mut file, &values.to_device(&Device::Cpu)?)?.map_err(fail)?;
+            }
+        }
+        file.sync_data().map_err(fail)?;
+        let ((requests, received), (sent, replies)) = (channel(), channel());
+        let worker = Worker {
+            dir: dir.to_path_buf(),
+            file,
+            kept: Arc::new(kept),
+            meter: meter.clone(),
+            failed: None,
+        };
+        let thread = std::thread::Builder::new().name("offload".into());
+        let of_rank = allocated_of_rank();
+        let run = move || {
+            of_rank.into_iter().for_each(allocate_for);
+            worker.run(&received, &sent);
+        };
+        let thread = thread.spawn(run).map_err(fail)?;
+        Ok(Self {
+            device: device.clone(),
+            what,
+            io: Mutex::new(Io {
+                requests: Some(requests),
+                replies,
+                asked: VecDeque::new(),
+                here: HashMap::new(),
+                thread: Some(thread),
+            }),
+        })
+    }
+
+    fn io(&self) -> MutexGuard<'_, Io> {
+        self.io.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ended(&self) -> Error {
+        let what = self.what;
+        Error::msg(format!("the thread that keeps {what} in a file has ended"))
+    }
+
+    fn send(&self, io: &Io, request: Request) -> Result<()> {
+        let sent = io.requests.as_ref().map(|requests| requests.send(request));
+        match sent {
+            Some(Ok(())) => Ok(()),
+            _ => Err(self.ended()),
+        }
+    }
+
+    /// What was asked for first.
+    fn receive(&self, io: &mut Io) -> Result<(usize, Fetched)> {
+        let Some(index) = io.asked.pop_front() else {
+            bail!("nothing is being read of {}", self.what);
+        };
+        let reply = io.replies.recv().map_err(|_| self.ended())?;
+        Ok((index, reply?))
+    }
+
+    pub fn start_fetch(&self, index: usize) -> Result<()> {
+        let mut io = self.io();
+        if io.here.contains_key(&index) || io.asked.contains(&index) {
+            return Ok(());
+        }
+        self.send(&io, Request::Read(index))?;
+        io.asked.push_back(index);
+        Ok(())
+    }
+
+    pub fn fetch(&self, index: usize) -> Result<Fetched> {
+        let mut io = self.io();
+        if !io.here.contains_key(&index) && !io.asked.contains(&index) {
+            while !io.asked.is_empty() {
+                self.receive(&mut io)?;
+            }
+            io.here.clear();
+            self.send(&io, Request::Read(index))?;
+            io.asked.push_back(index);
+        }
+        let Fetched { tensors, held } = loop {
+            if let Some(item) = io.here.remove(&index) {
+                break item;
+            }
+            let (other, item) = self.receive(&mut io)?;
+            io.here.insert(other, item);
+        };
+        let tensors = tensors
+            .into_iter()
+            .map(|values| values.to_device(&self.device));
+        Ok(Fetched {
+            tensors: tensors.collect::<Result<_>>()?,
+            held,
+        })
+    }
+
+    pub fn keep(&self, index: usize, item: Fetched) {
+        self.io().here.insert(index, item);
+    }
+
+    pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
+        self.forget(index)?;
+        let tensors = item.tensors.iter();
+        let tensors = tensors.map(|values| values.to_device(&Device::Cpu));
+        let item = Fetched {
+            tensors: tensors.collect::<Result<_>>()?,
+            held: item.held,
+        };
+        self.send(&self.io(), Request::Write(index, item))
+    }
+
+    pub fn forget(&self, index: usize) -> Result<()> {
+        let mut io = self.io();
+        while io.asked.contains(&index) {
+            let (other, item) = self.receive(&mut io)?;
+            io.here.insert(other, item);
+        }
+        io.here.remove(&index);
+        Ok(())
+    }
+}
+
+/// Warns, once, of a folder whose files are in memory.
+fn warn_of_memory(dir: &Path) {
+    static KNOWN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+    let is_in_memory = statfs(dir).is_ok_and(|status| status.filesystem_type() == TMPFS_MAGIC);
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if is_in_memory && known.insert(dir.to_path_buf()) {
+        tracing::warn!(
+            "the folder {} is of a file system in memory (tmpfs): what is kept there still takes memory",
+            dir.display()
+        );
+    }
+}
+
+impl Drop for Io {
+    fn drop(&mut self) {
+        // The thread ends when there is nobody to ask it.
+        self.requests = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What the thread has.
+struct Worker {
+    dir: PathBuf,
+    file: File,
+    kept: Arc<Kept>,
+    meter: MemoryMeter,
+    /// Why an item could not be written: nothing that is read after that is right.
+    failed: Option<String>,
+}
+
+impl Worker {
+    fn run(mut self, requests: &Receiver<Request>, replies: &Sender<Result<Fetched>>) {
+        for request in requests {
+            match request {
+                Request::Read(index) => {
+                    let item = match &self.failed {
+                        Some(why) => Err(Error::msg(why)),
+                        None => self.read(index),
+                    };
+                    if replies.send(item).is_err() {
+                        return;
+                    }
+                }
+                Request::Write(index, item) if self.failed.is_none() => {
+                    self.failed = self.write(index, &item).err().map(|err| err.to_string());
+                }
+                Request::Write(..) => {}
+            }
+        }
+    }
+
+    /// Where an item begins in the file.
+    fn start_of(&self, index: usize) -> u64 {
+        let before = (0..index).map(|before| self.kept.num_bytes(before) as u64);
+        before.sum()
+    }
+
+    fn fail(&self, doing: &str, index: usize, err: &std::io::Error) -> Error {
+        Error::msg(format!(
+            "cannot {doing} the file in {}, from byte {} on: {err}",
+            self.dir.display(),
+            self.start_of(index)
+        ))
+    }
+
+    fn read(&mut self, index: usize) -> Result<Fetched> {
+        let doing = format!("read {} from", self.kept.what);
+        let held = self.kept.hold(index, &self.meter);
+        let start = SeekFrom::Start(self.start_of(index));
+        self.file
+            .seek(start)
+            .map_err(|err| self.fail(&doing, index, &err))?;
+        let kept = Arc::clone(&self.kept);
+        let mut tensors = Vec::new();
+        for &(len, dtype) in &kept.items[index] {
+            let values = read_tensor(&mut self.file, dtype, len);
+            tensors.push(values.map_err(|err| self.fail(&doing, index, &err))??);
+        }
+        Ok(Fetched { tensors, held })
+    }
+
+    fn write(&mut self, index: usize, item: &Fetched) -> Result<()> {
+        let doing = format!("write {} to", self.kept.what);
+        let start = SeekFrom::Start(self.start_of(index));
+        self.file
+            .seek(start)
+            .map_err(|err| self.fail(&doing, index, &err))?;
+        for values in &item.tensors {
+            let written = write_tensor(&mut self.file, values)?;
+            written.map_err(|err| self.fail(&doing, index, &err))?;
+        }
+        Ok(())
+    }
+}
+
+/// Reads `len` values of type `dtype` from where the file is.
+fn read_tensor(file: &mut File, dtype: DType, len: usize) -> std::io::Result<Result<Tensor>> {
+    let device = &Device::Cpu;
+    Ok(match dtype {
+        DType::F32 => Tensor::from_vec(read_values(file, len, f32::from_le_bytes)?, len, device),
+        DType::BF16 => Tensor::from_vec(read_values(file, len, bf16::from_le_bytes)?, len, device),
+        DType::F16 => Tensor::from_vec(read_values(file, len, f16::from_le_bytes)?, len, device),
+        DType::I16 => Tensor::from_vec(read_values(file, len, i16::from_le_bytes)?, len, device),
+        DType::U8 => Tensor::from_vec(read_values(file, len, u8::from_le_bytes)?, len, device),
+        _ => return Ok(Err(not_kept(dtype))),
+    })
+}
+
+fn not_kept(dtype: DType) -> Error {
+    Error::msg(format!(
+        "values of type {dtype:?} cannot be kept in a file, only F32, BF16, F16, I16 and U8"
+    ))
+}
+
+fn read_values<T, const N: usize>(
+    file: &mut File,
+    len: usize,
+    from_bytes: impl Fn([u8; N]) -> T,
+) -> std::io::Result<Vec<T>> {
+    let mut values = Vec::with_capacity(len);
+    let mut bytes = vec![0; CHUNK.min(len * N)];
+    while values.len() < len {
+        let num_bytes = bytes.len().min((len - values.len()) * N);
+        file.read_exact(&mut bytes[..num_bytes])?;
+        let (chunk, _) = bytes[..num_bytes].as_chunks::<N>();
+        values.extend(chunk.iter().copied().map(&from_bytes));
+    }
+    Ok(values)
+}
+
+/// Writes flat values of the host where the file is.
+fn write_tensor(file: &mut File, values: &Tensor) -> Result<std::io::Result<()>> {
+    let (storage, layout) = values.storage_and_layout();
+    let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
+    else {
+        bail!("{values:?} cannot be kept in a file; expected contiguous values of the host");
+    };
+    let part = start..end;
+    Ok(match storage {
+        CpuStorage::F32(all) => write_values(file, &all[part], f32::to_le_bytes),
+        CpuStorage::BF16(all) => write_values(file, &all[part], bf16::to_le_bytes),
+        CpuStorage::F16(all) => write_values(file, &all[part], f16::to_le_bytes),
+        CpuStorage::I16(all) => write_values(file, &all[part], i16::to_le_bytes),
+        CpuStorage::U8(all) => write_values(file, &all[part], u8::to_le_bytes),
+        _ => return Err(not_kept(values.dtype())),
+    })
+}
+
+fn write_values<T: Copy, const N: usize>(
+    file: &mut File,
+    values: &[T],
+    to_bytes: impl Fn(T) -> [u8; N],
+) -> std::io::Result<()> {
+    let mut bytes = Vec::with_capacity(CHUNK);
+    for chunk in values.chunks(CHUNK / N) {
+        bytes.clear();
+        bytes.extend(chunk.iter().flat_map(|value| to_bytes(*value)));
+        file.write_all(&bytes)?;
+    }
+    Ok(())
+}

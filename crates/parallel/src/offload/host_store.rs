@@ -1,0 +1,132 @@
+//! Items of a GPU in the host's memory, copied beside what the GPU computes (arXiv:2101.06840).
+//!
+//! ```text
+//! GPU       .. uses 1           .. uses 2           .. uses 3
+//! up        fetches 2           fetches 3           fetches 4
+//! down      stores 0            stores 1            stores 2
+//! ```
+//! The host waits for none of it.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use candle_core::{Device, Result, Tensor};
+use candle_ops::{HostBuffer, HostCopies, HostCopy};
+
+use super::store::{Fetched, Kept};
+use crate::memory::{MemoryGuard, MemoryMeter};
+
+/// The items of one rank.
+pub(super) struct HostStore {
+    copies: HostCopies,
+    kept: Kept,
+    items: Mutex<Items>,
+    meter: MemoryMeter,
+}
+
+struct Items {
+    buffers: Vec<Vec<HostBuffer>>,
+    /// What nobody has asked for yet.
+    ahead: HashMap<usize, Ahead>,
+    /// On its way to the host.
+    behind: Option<Moving>,
+}
+
+enum Ahead {
+    Coming(Moving),
+    Here(Fetched),
+}
+
+/// An item's tensors that are being copied.
+struct Moving {
+    copies: Vec<HostCopy>,
+    held: MemoryGuard,
+}
+
+impl HostStore {
+    /// All items, as `make` gives them.
+    pub fn new(
+        kept: Kept,
+        device: &Device,
+        meter: &MemoryMeter,
+        mut make: impl FnMut(usize) -> Result<Vec<Tensor>>,
+    ) -> Result<Self> {
+        let copies = HostCopies::new(device)?;
+        let mut all = Vec::with_capacity(kept.items.len());
+        for (index, item) in kept.items.iter().enumerate() {
+            let buffers = item.iter().map(|&(len, dtype)| copies.buffer(len, dtype));
+            let mut buffers = buffers.collect::<Result<Vec<_>>>()?;
+            for (values, buffer) in make(index)?.into_iter().zip(&mut buffers) {
+                copies.start_store(values, buffer)?;
+            }
+            all.push(buffers);
+        }
+        Ok(Self {
+            copies,
+            kept,
+            items: Mutex::new(Items {
+                buffers: all,
+                ahead: HashMap::new(),
+                behind: None,
+            }),
+            meter: meter.clone(),
+        })
+    }
+
+    fn items(&self) -> MutexGuard<'_, Items> {
+        self.items.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn start(&self, items: &mut Items, index: usize) -> Result<Moving> {
+        let held = self.kept.hold(index, &self.meter);
+        let buffers = items.buffers[index].iter_mut();
+        let copies = buffers.map(|buffer| self.copies.start_fetch(buffer));
+        let copies = copies.collect::<Result<_>>()?;
+        Ok(Moving { copies, held })
+    }
+
+    pub fn start_fetch(&self, index: usize) -> Result<()> {
+        let mut items = self.items();
+        if !items.ahead.contains_key(&index) {
+            let moving = self.start(&mut items, index)?;
+            items.ahead.insert(index, Ahead::Coming(moving));
+        }
+        Ok(())
+    }
+
+    pub fn fetch(&self, index: usize) -> Result<Fetched> {
+        let mut items = self.items();
+        let Moving { copies, held } = match items.ahead.remove(&index) {
+            Some(Ahead::Here(item)) => return Ok(item),
+            Some(Ahead::Coming(moving)) => moving,
+            None => {
+                items.ahead.clear();
+                self.start(&mut items, index)?
+            }
+        };
+        let tensors = copies.into_iter().map(HostCopy::wait);
+        let tensors = tensors.collect::<Result<_>>()?;
+        Ok(Fetched { tensors, held })
+    }
+
+    pub fn keep(&self, index: usize, item: Fetched) {
+        self.items().ahead.insert(index, Ahead::Here(item));
+    }
+
+    pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
+        let Fetched { tensors, held } = item;
+        let mut items = self.items();
+        items.ahead.remove(&index);
+        let stores = tensors.into_iter().zip(&mut items.buffers[index]);
+        let stores = stores.map(|(values, buffer)| self.copies.start_store(values, buffer));
+        let copies = stores.collect::<Result<_>>()?;
+        // Frees the item before it on the GPU, once that is on the host.
+        items.behind = Some(Moving { copies, held });
+        Ok(())
+    }
+
+    pub fn forget(&self, index: usize) -> Result<()> {
+        self.items().ahead.remove(&index);
+        Ok(())
+    }
+}

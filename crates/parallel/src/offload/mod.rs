@@ -1,0 +1,10 @@
+//! What a rank keeps away from the device that computes, in the host's memory or in files, and how it comes and goes.
+
+mod config;
+mod file_store;
+mod host_store;
+mod store;
+
+pub use config::Offload;
+pub(crate) use config::OffloadPlace;
+pub(crate) use store::{Fetched, Kept, OffloadStore};

@@ -1,0 +1,108 @@
+//! Items of a rank's tensors that are on its device only while they are used.
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::config::OffloadPlace;
+use super::file_store::FileStore;
+use super::host_store::HostStore;
+use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
+
+/// What a store keeps.
+pub(crate) struct Kept {
+    /// For messages: "the optimizer's state".
+    pub what: &'static str,
+    /// As what it counts while it is on the device or on its way.
+    pub category: MemoryCategory,
+    /// Of each item lengths and types of its flat tensors.
+    pub items: Vec<Vec<(usize, DType)>>,
+}
+
+impl Kept {
+    pub fn num_bytes(&self, index: usize) -> usize {
+        let tensors = self.items[index].iter();
+        tensors
+            .map(|(len, dtype)| len * dtype.size_in_bytes())
+            .sum()
+    }
+
+    /// Counts the bytes of an item.
+    pub fn hold(&self, index: usize, meter: &MemoryMeter) -> MemoryGuard {
+        meter.hold(self.category, self.num_bytes(index))
+    }
+}
+
+/// The tensors of an item on the device, which count as long as this is there.
+pub(crate) struct Fetched {
+    pub tensors: Vec<Tensor>,
+    pub held: MemoryGuard,
+}
+
+/// Items in the host's memory, or in a file. What is written is what later fetches give, whatever was under way.
+pub(crate) struct OffloadStore(Place);
+
+enum Place {
+    Host(HostStore),
+    File(FileStore),
+}
+
+impl OffloadStore {
+    /// All items, with the tensors that `make` gives each on `device`; `None` if they are to stay there.
+    ///
+    /// # Errors
+    /// Memory or space that is missing, and files that cannot be written.
+    pub fn new(
+        place: OffloadPlace<'_>,
+        kept: Kept,
+        device: &Device,
+        meter: &MemoryMeter,
+        make: impl FnMut(usize) -> Result<Vec<Tensor>>,
+    ) -> Result<Option<Self>> {
+        Ok(Some(Self(match place {
+            OffloadPlace::Device => return Ok(None),
+            OffloadPlace::Host => Place::Host(HostStore::new(kept, device, meter, make)?),
+            OffloadPlace::File(dir) => {
+                Place::File(FileStore::create(dir, kept, device, meter, make)?)
+            }
+        })))
+    }
+
+    /// Starts to fetch an item, so that [`Self::fetch`] has it sooner.
+    pub fn start_fetch(&self, index: usize) -> Result<()> {
+        match &self.0 {
+            Place::Host(host) => host.start_fetch(index),
+            Place::File(file) => file.start_fetch(index),
+        }
+    }
+
+    /// The tensors of an item. Unless it was on its way, what else is waits for nobody any more.
+    pub fn fetch(&self, index: usize) -> Result<Fetched> {
+        match &self.0 {
+            Place::Host(host) => host.fetch(index),
+            Place::File(file) => file.fetch(index),
+        }
+    }
+
+    /// Takes an item back as it was fetched: the next [`Self::fetch`] has it at once.
+    pub fn keep(&self, index: usize, item: Fetched) {
+        match &self.0 {
+            Place::Host(host) => host.keep(index, item),
+            Place::File(file) => file.keep(index, item),
+        }
+    }
+
+    /// Writes an item back, after the return.
+    pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
+        match &self.0 {
+            Place::Host(host) => host.store(index, item),
+            Place::File(file) => file.store(index, item),
+        }
+    }
+
+    /// Frees what was fetched of an item and not asked for.
+    pub fn forget(&self, index: usize) -> Result<()> {
+        match &self.0 {
+            Place::Host(host) => host.forget(index),
+            Place::File(file) => file.forget(index),
+        }
+    }
+}
