@@ -6,8 +6,8 @@ use candle_comm::Degrees;
 use candle_core::{Device, Result, bail};
 use candle_parallel::checkpoint::{CheckpointSaver, HfSave, SpaceNeed};
 use candle_parallel::{
-    AdamW, AdamWConfig, MemoryCategory, MemoryPlan, MemoryReport, ModelSpec, Optimizer, ParamStore,
-    Parameters, Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
+    AdamW, AdamWConfig, MemoryPlan, MemoryReport, ModelSpec, Optimizer, ParamStore, Parameters,
+    Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::counted;
@@ -239,8 +239,8 @@ impl RunSpec {
             if rank == 0 {
                 memory.first = report;
             }
-            let now = MemoryCategory::ALL.map(|category| report.of(category).now);
-            memory.of_ranks.push((peak, now.iter().sum()));
+            let now = report.on_device(|of| of.now);
+            memory.of_ranks.push((peak, now));
             memory.largest = memory.largest.max(&report);
             memory.peak = memory.peak.max(peak);
         }

@@ -52,10 +52,7 @@ fn report(part: &ModelPart) -> Result<Option<String>> {
         return Ok(None);
     };
     let held = part.params().meter().report();
-    let known: u64 = MemoryCategory::ALL
-        .map(|category| held.of(category).now)
-        .iter()
-        .sum();
+    let known = held.on_device(|of| of.now);
     Ok(Some(format!(
         "{}\n  this rank: {}; the rest, {}, is workspaces, what is being computed and other ranks on this GPU",
         of_gpu(&gpu),

@@ -329,7 +329,9 @@ impl Case {
             let mut sums = [0; 2];
             for category in MemoryCategory::ALL {
                 let [planned, held] = [planned.report(), *held].map(|it| it.of(category).peak);
-                sums = [sums[0] + planned, sums[1] + held];
+                if category.is_on_device() {
+                    sums = [sums[0] + planned, sums[1] + held];
+                }
                 let differ = match category {
                     MemoryCategory::Activations => {
                         held >= NOT_SMALL && off(planned, held) > TOLERANCE

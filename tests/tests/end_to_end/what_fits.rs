@@ -130,10 +130,7 @@ fn bytes(large: &Sizes, method: Method) -> Result<Bytes> {
     let [none, full] = [Recompute::None, Recompute::Full].map(memory);
     let (none, full) = (none?, full?);
     let activations = [none, full].map(|memory| memory.of(MemoryCategory::Activations).peak as f64);
-    let all: u64 = MemoryCategory::ALL
-        .map(|category| none.of(category).peak)
-        .iter()
-        .sum();
+    let all = none.on_device(|of| of.peak);
     let state = all as f64 - activations[0];
     Ok(Bytes { state, activations })
 }

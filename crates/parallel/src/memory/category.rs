@@ -20,18 +20,29 @@ pub enum MemoryCategory {
     Gathered,
     /// Buffers that exist for communication alone.
     Buffers,
+    /// What is [offloaded](crate::Offload) to memory of the host: not on the device.
+    Host,
+    /// What is offloaded to files: no memory.
+    Disk,
 }
 
 impl MemoryCategory {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 8] = [
         Self::Weights,
         Self::Gradients,
         Self::Optimizer,
         Self::Activations,
         Self::Gathered,
         Self::Buffers,
+        Self::Host,
+        Self::Disk,
     ];
+
+    /// Whether it is memory of the device that computes, which on a CPU is the host's.
+    pub fn is_on_device(self) -> bool {
+        !matches!(self, Self::Host | Self::Disk)
+    }
 }
 
 impl fmt::Display for MemoryCategory {
@@ -43,6 +54,8 @@ impl fmt::Display for MemoryCategory {
             Self::Activations => "activations",
             Self::Gathered => "gathered",
             Self::Buffers => "buffers",
+            Self::Host => "host",
+            Self::Disk => "disk",
         })
     }
 }

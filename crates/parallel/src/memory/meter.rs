@@ -102,7 +102,8 @@ impl MemoryMeter {
 
     fn allocated_and_not_held(&self, device: &Device) -> Result<Option<i64>> {
         let others = MemoryCategory::ALL.into_iter();
-        let others = others.filter(|category| *category != MemoryCategory::Activations);
+        let others = others
+            .filter(|category| category.is_on_device() && *category != MemoryCategory::Activations);
         let held: u64 = others
             .map(|category| self.counter(category).now.load(Ordering::Relaxed))
             .sum();

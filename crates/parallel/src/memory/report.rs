@@ -36,6 +36,13 @@ impl MemoryReport {
         self.0[category as usize]
     }
 
+    /// What `bytes` tells of all categories that are memory of the device, together.
+    pub fn on_device(&self, bytes: impl Fn(MemoryUse) -> u64) -> u64 {
+        let categories = MemoryCategory::ALL.into_iter();
+        let on_device = categories.filter(|category| category.is_on_device());
+        on_device.map(|category| bytes(self.of(category))).sum()
+    }
+
     /// Of each number the larger one.
     pub fn max(&self, other: &Self) -> Self {
         Self::new(|category| MemoryUse {
@@ -64,6 +71,10 @@ impl TryFrom<Fields> for MemoryReport {
         for category in MemoryCategory::ALL {
             let [now, peak] = names(category).map(|name| fields.remove(&name));
             let (Some(now), Some(peak)) = (now, peak) else {
+                if !category.is_on_device() {
+                    // Files of before know nothing of these.
+                    continue;
+                }
                 bail!("the bytes of {category} are missing from a report of memory");
             };
             report.0[category as usize] = MemoryUse { now, peak };
@@ -84,7 +95,7 @@ fn names(category: MemoryCategory) -> [String; 2] {
 
 #[cfg(test)]
 mod tests {
-    use super::{MemoryReport, MemoryUse};
+    use super::{MemoryCategory, MemoryReport, MemoryUse};
 
     #[test]
     fn the_fields_of_a_file_are_flat_and_come_back() {
@@ -94,15 +105,27 @@ mod tests {
         });
         let json = serde_json::to_value(report).unwrap();
         let fields = json.as_object().unwrap();
-        assert_eq!(fields.len(), 12);
+        assert_eq!(fields.len(), 16);
         assert_eq!(fields["weights_bytes"], 0);
         assert_eq!(fields["gradients_peak_bytes"], 11);
         assert_eq!(fields["optimizer_bytes"], 2);
         assert_eq!(fields["activations_bytes"], 3);
         assert_eq!(fields["gathered_peak_bytes"], 14);
         assert_eq!(fields["buffers_peak_bytes"], 15);
+        assert_eq!(fields["host_bytes"], 6);
+        assert_eq!(fields["disk_peak_bytes"], 17);
         let again: MemoryReport = serde_json::from_value(json.clone()).unwrap();
         assert_eq!(again, report);
+        let of_before = (fields.clone().into_iter())
+            .filter(|(name, _)| !name.starts_with("host_") && !name.starts_with("disk_"));
+        let of_before: serde_json::Map<_, _> = of_before.collect();
+        let of_before: MemoryReport = serde_json::from_value(of_before.into()).unwrap();
+        assert_eq!(of_before.of(MemoryCategory::Host), MemoryUse::default());
+        assert_eq!(
+            of_before.on_device(|of| of.now),
+            report.on_device(|of| of.now)
+        );
+        assert_eq!(report.on_device(|of| of.now), 15);
         let mut more = fields.clone();
         more.insert("cache_bytes".into(), 1.into());
         let error = serde_json::from_value::<MemoryReport>(more.into()).unwrap_err();

@@ -11,7 +11,7 @@ pub struct Moment {
     pub instruction: Option<Instruction>,
     /// Bytes of each category: at its end, and the most.
     pub report: MemoryReport,
-    /// The most bytes of all categories at a time.
+    /// The most bytes of all categories that are memory of the device at a time.
     pub peak: u64,
 }
 
@@ -28,7 +28,13 @@ impl Held {
         let place = category as usize;
         self.now[place] += bytes as u64;
         self.most[place] = self.most[place].max(self.now[place]);
-        self.most_of_all = self.most_of_all.max(self.now.iter().sum());
+        self.most_of_all = self.most_of_all.max(self.on_device());
+    }
+
+    fn on_device(&self) -> u64 {
+        let categories = MemoryCategory::ALL.into_iter();
+        let on_device = categories.filter(|category| category.is_on_device());
+        on_device.map(|category| self.now[category as usize]).sum()
     }
 
     /// Of bytes that are held.
@@ -49,7 +55,7 @@ impl Held {
             peak: self.most_of_all,
         };
         self.most = now;
-        self.most_of_all = now.iter().sum();
+        self.most_of_all = self.on_device();
         moment
     }
 }

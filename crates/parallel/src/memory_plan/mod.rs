@@ -183,7 +183,7 @@ impl MemoryPlan {
         self.report
     }
 
-    /// The most bytes of all categories at a time, which is at most the sum of their peaks.
+    /// The most bytes of all categories that are memory of the device at a time, which is at most the sum of their peaks.
     pub fn peak(&self) -> u64 {
         self.peak
     }

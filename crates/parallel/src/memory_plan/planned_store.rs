@@ -19,14 +19,16 @@ pub(super) struct PlannedStore {
 }
 
 impl PlannedStore {
-    /// Items that are at `place`; `None` if that is the device, where they are held from now on.
+    /// Items that are held at `place` from now on; `None` if that is the device.
     pub fn new(
         place: OffloadPlace<'_>,
         category: MemoryCategory,
         bytes: Vec<usize>,
         next: Vec<Option<usize>>,
+        held: &mut Held,
     ) -> Option<Self> {
-        (place != OffloadPlace::Device).then_some(Self {
+        held.hold(place.category()?, bytes.iter().sum());
+        Some(Self {
             category,
             bytes,
             next,

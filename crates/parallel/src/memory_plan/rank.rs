@@ -95,7 +95,7 @@ impl<'a> PlannedRank<'a> {
         for pair in order.windows(2) {
             after[pair[0]] = Some(pair[1]);
         }
-        let weights = PlannedStore::new(place, MemoryCategory::Gathered, slices, after);
+        let weights = PlannedStore::new(place, MemoryCategory::Gathered, slices, after, &mut held);
         if trains {
             let gradients = spec.layout.of_gradients().map(|bucket| {
                 let len = match groups.shards_gradients() {
@@ -113,7 +113,13 @@ impl<'a> PlannedRank<'a> {
             let next = next_in(&order).into_iter().enumerate();
             let next = next.map(|(index, next)| Some(next).filter(|next| *next != index));
             let of_all = bytes.iter().sum();
-            state = PlannedStore::new(place, MemoryCategory::Optimizer, bytes, next.collect());
+            state = PlannedStore::new(
+                place,
+                MemoryCategory::Optimizer,
+                bytes,
+                next.collect(),
+                &mut held,
+            );
             if state.is_none() {
                 held.hold(MemoryCategory::Optimizer, of_all);
             }

@@ -7,6 +7,7 @@ use std::str::FromStr;
 use candle_core::{Error, Result, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::memory::MemoryCategory;
 use crate::params::DataParallel;
 
 /// What a rank keeps away from the device that computes: see [`ParamStore::with_offload`](crate::ParamStore::with_offload). It passes through the
@@ -93,6 +94,17 @@ pub(crate) enum OffloadPlace<'a> {
     Host,
     /// In a file of this folder.
     File(&'a Path),
+}
+
+impl OffloadPlace<'_> {
+    /// As what it counts there; `None` where it is used.
+    pub fn category(self) -> Option<MemoryCategory> {
+        match self {
+            Self::Device => None,
+            Self::Host => Some(MemoryCategory::Host),
+            Self::File(_) => Some(MemoryCategory::Disk),
+        }
+    }
 }
 
 /// As `--offload` has it: words of a list.

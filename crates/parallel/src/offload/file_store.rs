@@ -18,13 +18,15 @@ use std::thread::JoinHandle;
 use candle_comm::{allocate_for, allocated_of_rank};
 use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
 use half::{bf16, f16};
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 
 use super::store::{Fetched, Kept};
+use crate::checkpoint::{SpaceNeed, size_in_words};
 use crate::memory::MemoryMeter;
 
 /// Bytes that are converted at a time.
-const CHUNK: usize = 1 << 16;
+const CHUNK: usize = 1 << 20;
 
 /// The items of one rank.
 pub(super) struct FileStore {
@@ -69,17 +71,31 @@ impl FileStore {
             ))
         };
         let mut file = tempfile::tempfile_in(dir).map_err(fail)?;
+        let need = SpaceNeed {
+            folder: dir.to_path_buf(),
+            num_bytes: num_bytes as u64,
+            what,
+        };
+        if let Some(free) = need.free_bytes().filter(|free| *free < need.num_bytes) {
+            let (needed, free) = (size_in_words(need.num_bytes), size_in_words(free));
+            let words = format!("there is not enough space: {needed} needed, {free} free");
+            return Err(fail(std::io::Error::other(words)));
+        }
         warn_of_memory(dir);
+        let mut bytes = vec![0; CHUNK];
         for index in 0..num_items {
             for values in make(index)? {
-                write_tensor(&mut file, &values.to_device(&Device::Cpu)?)?.map_err(fail)?;
+                let values = values.to_device(&Device::Cpu)?;
+                write_tensor(&mut file, &values, &mut bytes)?.map_err(fail)?;
             }
         }
         file.sync_data().map_err(fail)?;
+        leave_cache(&file, 0, 0);
         let ((requests, received), (sent, replies)) = (channel(), channel());
         let worker = Worker {
             dir: dir.to_path_buf(),
             file,
+            bytes,
             kept: Arc::new(kept),
             meter: meter.clone(),
             failed: None,
@@ -219,6 +235,8 @@ impl Drop for Io {
 struct Worker {
     dir: PathBuf,
     file: File,
+    /// For what is converted; always there, as one for each use would count as something else.
+    bytes: Vec<u8>,
     kept: Arc<Kept>,
     meter: MemoryMeter,
     /// Why an item could not be written: nothing that is read after that is right.
@@ -270,9 +288,10 @@ impl Worker {
         let kept = Arc::clone(&self.kept);
         let mut tensors = Vec::new();
         for &(len, dtype) in &kept.items[index] {
-            let values = read_tensor(&mut self.file, dtype, len);
+            let values = read_tensor(&mut self.file, dtype, len, &mut self.bytes);
             tensors.push(values.map_err(|err| self.fail(&doing, index, &err))??);
         }
+        leave_cache(&self.file, self.start_of(index), self.kept.num_bytes(index));
         Ok(Fetched { tensors, held })
     }
 
@@ -283,23 +302,47 @@ impl Worker {
             .seek(start)
             .map_err(|err| self.fail(&doing, index, &err))?;
         for values in &item.tensors {
-            let written = write_tensor(&mut self.file, values)?;
+            let written = write_tensor(&mut self.file, values, &mut self.bytes)?;
             written.map_err(|err| self.fail(&doing, index, &err))?;
         }
+        // What is not on the disk yet cannot leave the cache.
+        let synced = self.file.sync_data();
+        synced.map_err(|err| self.fail(&doing, index, &err))?;
+        leave_cache(&self.file, self.start_of(index), self.kept.num_bytes(index));
         Ok(())
     }
 }
 
-/// Reads `len` values of type `dtype` from where the file is.
-fn read_tensor(file: &mut File, dtype: DType, len: usize) -> std::io::Result<Result<Tensor>> {
-    let device = &Device::Cpu;
+/// Has the system forget what it has of a part of the file, which would push what others need out of its memory; 0 bytes are all. What it cannot
+/// forget it keeps.
+fn leave_cache(file: &File, start: u64, num_bytes: usize) {
+    let advice = PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+    let _ = posix_fadvise(file, start as i64, num_bytes as i64, advice);
+}
+
+/// Reads `len` values of type `dtype` from where the file is, through `bytes`.
+fn read_tensor(
+    file: &mut File,
+    dtype: DType,
+    len: usize,
+    bytes: &mut [u8],
+) -> std::io::Result<Result<Tensor>> {
+    macro_rules! values {
+        ($kind:ty) => {
+            Tensor::from_vec(
+                read_values(file, len, bytes, <$kind>::from_le_bytes)?,
+                len,
+                &Device::Cpu,
+            )
+        };
+    }
     Ok(match dtype {
-        DType::F32 => Tensor::from_vec(read_values(file, len, f32::from_le_bytes)?, len, device),
-        DType::BF16 => Tensor::from_vec(read_values(file, len, bf16::from_le_bytes)?, len, device),
-        DType::F16 => Tensor::from_vec(read_values(file, len, f16::from_le_bytes)?, len, device),
-        DType::I16 => Tensor::from_vec(read_values(file, len, i16::from_le_bytes)?, len, device),
-        DType::U8 => Tensor::from_vec(read_values(file, len, u8::from_le_bytes)?, len, device),
-        _ => return Ok(Err(not_kept(dtype))),
+        DType::F32 => values!(f32),
+        DType::BF16 => values!(bf16),
+        DType::F16 => values!(f16),
+        DType::I16 => values!(i16),
+        DType::U8 => values!(u8),
+        _ => Err(not_kept(dtype)),
     })
 }
 
@@ -312,10 +355,10 @@ fn not_kept(dtype: DType) -> Error {
 fn read_values<T, const N: usize>(
     file: &mut File,
     len: usize,
+    bytes: &mut [u8],
     from_bytes: impl Fn([u8; N]) -> T,
 ) -> std::io::Result<Vec<T>> {
     let mut values = Vec::with_capacity(len);
-    let mut bytes = vec![0; CHUNK.min(len * N)];
     while values.len() < len {
         let num_bytes = bytes.len().min((len - values.len()) * N);
         file.read_exact(&mut bytes[..num_bytes])?;
@@ -325,8 +368,8 @@ fn read_values<T, const N: usize>(
     Ok(values)
 }
 
-/// Writes flat values of the host where the file is.
-fn write_tensor(file: &mut File, values: &Tensor) -> Result<std::io::Result<()>> {
+/// Writes flat values of the host where the file is, through `bytes`.
+fn write_tensor(file: &mut File, values: &Tensor, bytes: &mut [u8]) -> Result<std::io::Result<()>> {
     let (storage, layout) = values.storage_and_layout();
     let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
     else {
@@ -334,11 +377,11 @@ fn write_tensor(file: &mut File, values: &Tensor) -> Result<std::io::Result<()>>
     };
     let part = start..end;
     Ok(match storage {
-        CpuStorage::F32(all) => write_values(file, &all[part], f32::to_le_bytes),
-        CpuStorage::BF16(all) => write_values(file, &all[part], bf16::to_le_bytes),
-        CpuStorage::F16(all) => write_values(file, &all[part], f16::to_le_bytes),
-        CpuStorage::I16(all) => write_values(file, &all[part], i16::to_le_bytes),
-        CpuStorage::U8(all) => write_values(file, &all[part], u8::to_le_bytes),
+        CpuStorage::F32(all) => write_values(file, &all[part], bytes, f32::to_le_bytes),
+        CpuStorage::BF16(all) => write_values(file, &all[part], bytes, bf16::to_le_bytes),
+        CpuStorage::F16(all) => write_values(file, &all[part], bytes, f16::to_le_bytes),
+        CpuStorage::I16(all) => write_values(file, &all[part], bytes, i16::to_le_bytes),
+        CpuStorage::U8(all) => write_values(file, &all[part], bytes, u8::to_le_bytes),
         _ => return Err(not_kept(values.dtype())),
     })
 }
@@ -346,13 +389,15 @@ fn write_tensor(file: &mut File, values: &Tensor) -> Result<std::io::Result<()>>
 fn write_values<T: Copy, const N: usize>(
     file: &mut File,
     values: &[T],
+    bytes: &mut [u8],
     to_bytes: impl Fn(T) -> [u8; N],
 ) -> std::io::Result<()> {
-    let mut bytes = Vec::with_capacity(CHUNK);
-    for chunk in values.chunks(CHUNK / N) {
-        bytes.clear();
-        bytes.extend(chunk.iter().flat_map(|value| to_bytes(*value)));
-        file.write_all(&bytes)?;
+    for chunk in values.chunks(bytes.len() / N) {
+        let (places, _) = bytes.as_chunks_mut::<N>();
+        for (place, value) in places.iter_mut().zip(chunk) {
+            *place = to_bytes(*value);
+        }
+        file.write_all(&bytes[..N * chunk.len()])?;
     }
     Ok(())
 }

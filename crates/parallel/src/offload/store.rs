@@ -38,7 +38,10 @@ pub(crate) struct Fetched {
 }
 
 /// Items in the host's memory, or in a file. What is written is what later fetches give, whatever was under way.
-pub(crate) struct OffloadStore(Place);
+pub(crate) struct OffloadStore {
+    place: Place,
+    _held: MemoryGuard,
+}
 
 enum Place {
     Host(HostStore),
@@ -57,18 +60,25 @@ impl OffloadStore {
         meter: &MemoryMeter,
         make: impl FnMut(usize) -> Result<Vec<Tensor>>,
     ) -> Result<Option<Self>> {
-        Ok(Some(Self(match place {
-            OffloadPlace::Device => return Ok(None),
-            OffloadPlace::Host => Place::Host(HostStore::new(kept, device, meter, make)?),
-            OffloadPlace::File(dir) => {
-                Place::File(FileStore::create(dir, kept, device, meter, make)?)
-            }
-        })))
+        let Some(category) = place.category() else {
+            return Ok(None);
+        };
+        let items = 0..kept.items.len();
+        let num_bytes = items.map(|index| kept.num_bytes(index)).sum();
+        Ok(Some(Self {
+            _held: meter.hold(category, num_bytes),
+            place: match place {
+                OffloadPlace::File(dir) => {
+                    Place::File(FileStore::create(dir, kept, device, meter, make)?)
+                }
+                _ => Place::Host(HostStore::new(kept, device, meter, make)?),
+            },
+        }))
     }
 
     /// Starts to fetch an item, so that [`Self::fetch`] has it sooner.
     pub fn start_fetch(&self, index: usize) -> Result<()> {
-        match &self.0 {
+        match &self.place {
             Place::Host(host) => host.start_fetch(index),
             Place::File(file) => file.start_fetch(index),
         }
@@ -76,7 +86,7 @@ impl OffloadStore {
 
     /// The tensors of an item. Unless it was on its way, what else is waits for nobody any more.
     pub fn fetch(&self, index: usize) -> Result<Fetched> {
-        match &self.0 {
+        match &self.place {
             Place::Host(host) => host.fetch(index),
             Place::File(file) => file.fetch(index),
         }
@@ -84,7 +94,7 @@ impl OffloadStore {
 
     /// Takes an item back as it was fetched: the next [`Self::fetch`] has it at once.
     pub fn keep(&self, index: usize, item: Fetched) {
-        match &self.0 {
+        match &self.place {
             Place::Host(host) => host.keep(index, item),
             Place::File(file) => file.keep(index, item),
         }
@@ -92,7 +102,7 @@ impl OffloadStore {
 
     /// Writes an item back, after the return.
     pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
-        match &self.0 {
+        match &self.place {
             Place::Host(host) => host.store(index, item),
             Place::File(file) => file.store(index, item),
         }
@@ -100,7 +110,7 @@ impl OffloadStore {
 
     /// Frees what was fetched of an item and not asked for.
     pub fn forget(&self, index: usize) -> Result<()> {
-        match &self.0 {
+        match &self.place {
             Place::Host(host) => host.forget(index),
             Place::File(file) => file.forget(index),
         }

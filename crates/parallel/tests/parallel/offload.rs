@@ -236,6 +236,7 @@ fn refused(dir: &Path) -> String {
     let _resident = DistributedOptimizer::new(part.params(), &mesh, adamw()).unwrap();
     let said = message(in_folder(dir).map(drop));
     let held = part.params().meter().report();
+    assert_eq!(held.of(MemoryCategory::Disk).now, 0);
     let bytes = held.of(MemoryCategory::Optimizer).now;
     let bytes = format!("cannot keep {bytes} bytes");
     assert_says(&said, &[&bytes, &dir.display().to_string(), "hint:"]);
