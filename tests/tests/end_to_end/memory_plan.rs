@@ -59,13 +59,20 @@ const TRAINED: [Trained; 8] = [
 type Settings = fn(&mut DataParallel);
 
 /// Settings of replicas, for how many of them there are at least.
-const REPLICAS: [(usize, ZeroStage, Settings); 12] = [
+const REPLICAS: [(usize, ZeroStage, Settings); 14] = [
     (1, ZeroStage::Zero, |_| {}),
     (1, ZeroStage::One, |_| {}),
     (2, ZeroStage::Two, |_| {}),
     (2, ZeroStage::Three, |_| {}),
     (2, ZeroStage::Three, |replicas| replicas.tile_linears = 3),
     (4, ZeroStage::One, |replicas| replicas.zero_group = Some(2)),
+    (4, ZeroStage::Three, |replicas| {
+        replicas.zero_secondary = Some(2)
+    }),
+    (4, ZeroStage::Three, |replicas| {
+        replicas.zero_secondary = Some(2);
+        replicas.quantize_weights = true
+    }),
     (4, ZeroStage::Three, |replicas| {
         replicas.zero_group = Some(2)
     }),

@@ -43,7 +43,11 @@ const TRAINING: &[(&str, &[&str])] = &[
         "--zero",
         &["[default: 1]", "optimizer's state", "gradients", "weights"],
     ),
-    ("--zero-group", &["[default: all replicas]", "REPLICAS"]),
+    (
+        "--zero-group",
+        &["HSDP", "[default: all replicas]", "REPLICAS"],
+    ),
+    ("--zero-secondary", &["hpZ", "needs --zero 3"]),
     ("--grad-reduce-dtype", &["[default: f32]", "bf16"]),
     ("--quantize-gradients", &["[default: no]", "int8"]),
     ("--quantize-weights", &["[default: no]", "int8", "--zero 3"]),

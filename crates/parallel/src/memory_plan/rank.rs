@@ -37,6 +37,8 @@ pub(super) struct PlannedRank<'a> {
     needed: BTreeMap<usize, Vec<usize>>,
     /// Of each bucket of weights that replicas divide what is gathered of it.
     gathered: Vec<Gathered>,
+    /// Of each, whether this rank has its part of a second copy.
+    has_copy: Vec<bool>,
     /// Whether a bucket of gradients that replicas divide exists whole.
     is_whole: Vec<bool>,
     /// Divided buckets that are being summed.
@@ -146,6 +148,7 @@ impl<'a> PlannedRank<'a> {
             state,
             weights,
             gathered: vec![Gathered::default(); spec.num_buckets()],
+            has_copy: vec![false; spec.num_buckets()],
             is_whole: vec![false; num_gradients],
             dividing: VecDeque::new(),
             is_summed: vec![false; num_gradients],
@@ -336,9 +339,10 @@ impl<'a> PlannedRank<'a> {
             if gathered.on_the_way + gathered.present > 0 {
                 continue;
             }
-            let bytes = match self.groups.offloads_weights {
-                true => bytes(bucket) / self.groups.shard.world_size(),
-                false => self.moved_bytes(bucket),
+            let bytes = match (self.has_copy[index], self.groups.offloads_weights) {
+                (true, _) => bytes(bucket),
+                (false, true) => bytes(bucket) / self.groups.shard.world_size(),
+                (false, false) => self.moved_bytes(bucket),
             };
             self.gathered[index].on_the_way = bytes;
             self.held.hold(MemoryCategory::Gathered, bytes);
@@ -362,12 +366,19 @@ impl<'a> PlannedRank<'a> {
             return;
         }
         let bucket = self.bucket(index);
-        if self.groups.offloads_weights && self.groups.shard.world_size() > 1 {
+        let is_divided = self.groups.shard.world_size() > 1;
+        if self.groups.offloads_weights && is_divided && !self.has_copy[index] {
             // The slice has come, and is gathered.
             let moved = self.moved_bytes(bucket);
             self.held.hold(MemoryCategory::Gathered, moved);
             self.held.free(MemoryCategory::Gathered, on_the_way);
             on_the_way = moved;
+        }
+        if let Some(secondary) = &self.groups.secondary
+            && !std::mem::replace(&mut self.has_copy[index], true)
+        {
+            let part = bytes(bucket) / secondary.world_size();
+            self.held.hold(MemoryCategory::Gathered, part);
         }
         let of_slots = bucket.slots.iter();
         let of_slots = of_slots.map(|slot| self.spec.params[slot.param].num_bytes());
@@ -393,7 +404,15 @@ impl<'a> PlannedRank<'a> {
     }
 
     fn free_gathered(&mut self) {
-        (0..self.gathered.len()).for_each(|index| self.free_bucket(index));
+        for index in 0..self.gathered.len() {
+            self.free_bucket(index);
+            if let Some(secondary) = &self.groups.secondary
+                && std::mem::take(&mut self.has_copy[index])
+            {
+                let part = bytes(self.bucket(index)) / secondary.world_size();
+                self.held.free(MemoryCategory::Gathered, part);
+            }
+        }
     }
 
     /// The weights of a block that come tile by tile.

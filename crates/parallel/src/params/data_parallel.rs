@@ -47,6 +47,10 @@ pub struct DataParallel {
     /// Number of neighbouring replicas that divide it; groups of so many hold the same (hybrid sharding, arXiv:2304.11277,
     /// section 3.2.2). `None`: all replicas.
     pub zero_group: Option<usize>,
+    /// Number of neighbouring replicas among those that divide the weights (ZeRO-3), which keep a second copy of them, divided between
+    /// them alone, from the first time in a step that these are gathered to the next update: from then on weights come from there (hpZ of
+    /// ZeRO++, arXiv:2306.10209, section 3.2). `None`: no such copy. The bits are the same.
+    pub zero_secondary: Option<usize>,
     /// In what form gradients move.
     pub reduce: ReduceType,
     /// Whether the weights that ZeRO-3 gathers move as 8 bits, 256 values with one scale (arXiv:2306.10209). A block computes with
@@ -71,6 +75,7 @@ impl Default for DataParallel {
         Self {
             zero: ZeroStage::One,
             zero_group: None,
+            zero_secondary: None,
             reduce: ReduceType::F32,
             quantize_weights: false,
             tile_linears: 1,
@@ -114,30 +119,56 @@ impl DataParallel {
                  which divide them, or gradients that move as bf16"
             )
         }
-        match (self.zero, self.zero_group) {
-            (_, None) => Ok(()),
-            (ZeroStage::Zero, Some(_)) => bail!(
+        if let (ZeroStage::Zero, Some(_)) = (self.zero, self.zero_group) {
+            bail!(
                 "zero-group is given with ZeRO stage 0, which divides nothing\nhint: use ZeRO stage 1, 2 or 3, or leave it out"
-            ),
-            (_, Some(len)) if len < 2 || !dp.is_multiple_of(len) => {
-                let around = |far: usize| [len.checked_sub(far), len.checked_add(far)];
-                let mut others = (1..=MAX_DISTANCE).flat_map(around).flatten();
-                let is_divisor =
-                    |other: &usize| (2..=dp).contains(other) && dp.is_multiple_of(*other);
-                let hint = match others.find(is_divisor) {
-                    Some(nearest) => {
-                        format!("choose a divisor of {dp}, such as {nearest}, or leave it out")
-                    }
-                    None => "leave it out".to_string(),
-                };
-                bail!(
-                    "zero-group({len}) does not divide dp({dp}) replicas into groups of at least two\nhint: {hint} to divide over all \
-                     replicas"
-                )
-            }
-            _ => Ok(()),
+            )
         }
+        if let Some(len) = self.zero_group {
+            check_divides(("zero-group", len), ("dp", dp), "divide over all replicas")?;
+        }
+        let Some(len) = self.zero_secondary else {
+            return Ok(());
+        };
+        if self.zero != ZeroStage::Three {
+            bail!(
+                "zero-secondary({len}) is given without ZeRO stage 3, which alone gathers weights for the passes\nhint: use ZeRO stage 3, or \
+                 leave it out"
+            )
+        }
+        let (name, num_slices) = match self.zero_group {
+            Some(group) => ("zero-group", group),
+            None => ("dp", dp),
+        };
+        check_divides(
+            ("zero-secondary", len),
+            (name, num_slices),
+            "keep no second copy",
+        )
     }
+}
+
+/// An error unless groups of `len` ranks divide the `number` replicas that `of` counts; without them is what `otherwise` says.
+fn check_divides(
+    (what, len): (&str, usize),
+    (of, number): (&str, usize),
+    otherwise: &str,
+) -> Result<()> {
+    if len >= 2 && number.is_multiple_of(len) {
+        return Ok(());
+    }
+    let around = |far: usize| [len.checked_sub(far), len.checked_add(far)];
+    let mut others = (1..=MAX_DISTANCE).flat_map(around).flatten();
+    let is_divisor = |other: &usize| (2..=number).contains(other) && number.is_multiple_of(*other);
+    let hint = match others.find(is_divisor) {
+        Some(nearest) => {
+            format!("choose a divisor of {number}, such as {nearest}, or leave it out")
+        }
+        None => "leave it out".to_string(),
+    };
+    bail!(
+        "{what}({len}) does not divide {of}({number}) replicas into groups of at least two\nhint: {hint} to {otherwise}"
+    )
 }
 
 /// How far from the size of a group others are looked for that fit.
@@ -163,6 +194,8 @@ pub(crate) struct ReplicaGroups {
     /// A second communicator over the ranks of `shard`, for gathering weights tile by tile: on the first they would queue behind reductions of
     /// gradients.
     pub tiles: ProcessGroup,
+    /// Of the ranks of `shard` those that divide a second copy of the weights, if there is one.
+    pub secondary: Option<ProcessGroup>,
     /// Whether a rank keeps its weights away from its device.
     pub offloads_weights: bool,
 }
@@ -179,7 +212,9 @@ impl ReplicaGroups {
         let len = config.num_slices(num_replicas);
         let group = |rank, len| ProcessGroup::unconnected(rank, len, Device::Cpu);
         let shard = group(rank % len, len);
+        let secondary = config.zero_secondary;
         Ok(Self {
+            secondary: secondary.map(|len| group(rank % len, len)),
             config,
             tiles: shard.clone(),
             shard,
@@ -206,7 +241,10 @@ impl ReplicaGroups {
             1 => single(),
             _ => shard.split(0, shard.rank())?,
         };
+        let secondary = config.zero_secondary;
+        let secondary = secondary.map(|len| shard.split(shard.rank() / len, shard.rank()));
         Ok(Self {
+            secondary: secondary.transpose()?,
             config,
             shard,
             replicate,
@@ -217,8 +255,10 @@ impl ReplicaGroups {
 
     /// An error if one of the groups has failed; see [`ProcessGroup::check`].
     pub fn check(&self) -> Result<()> {
-        let groups = [&self.shard, &self.replicate, &self.tiles];
-        groups.into_iter().try_for_each(ProcessGroup::check)
+        let groups = [&self.shard, &self.replicate, &self.tiles].into_iter();
+        groups
+            .chain(&self.secondary)
+            .try_for_each(ProcessGroup::check)
     }
 
     /// Whether a rank keeps its slice of the gradients only.

@@ -273,6 +273,11 @@ impl Parameters {
         &self.inner.groups.tiles
     }
 
+    /// The ranks of [`Self::shard_group`] that divide a [second copy](DataParallel::zero_secondary) of the weights, if there is one.
+    pub fn secondary_group(&self) -> Option<&ProcessGroup> {
+        self.inner.groups.secondary.as_ref()
+    }
+
     /// The data-parallel ranks that hold the same slices as this one.
     pub fn copy_group(&self) -> &ProcessGroup {
         &self.inner.groups.replicate

@@ -22,6 +22,8 @@ pub(crate) struct ShardedWeights {
     shard: ProcessGroup,
     /// The same ranks, for what is not to wait until sums of gradients are over.
     tiles: ProcessGroup,
+    /// Of these ranks those that divide a second copy, if there is one.
+    secondary: Option<ProcessGroup>,
     overlap: bool,
     num_tiles: usize,
     /// In the order of [`ParamLayout::all`].
@@ -41,6 +43,8 @@ struct ShardedBucket {
     slices: Vec<Range<usize>>,
     params: Vec<(Param, Slot)>,
     state: Mutex<Residence>,
+    /// This rank's part of the second copy, from the first time that the bucket is gathered to the next update.
+    copy: Mutex<Option<(Tensor, MemoryGuard)>>,
     /// Whether its weights are gathered in 8 bits.
     is_quantized: bool,
     dtype: DType,
@@ -121,6 +125,7 @@ impl ShardedWeights {
                 slices: groups.slices(bucket.len),
                 params: slots.map(of_slot).collect(),
                 state: Mutex::new(Residence::Absent),
+                copy: Mutex::new(None),
             })
         };
         let mut of_block: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
@@ -144,6 +149,7 @@ impl ShardedWeights {
         Ok(Self {
             shard: groups.shard.clone(),
             tiles: groups.tiles.clone(),
+            secondary: groups.secondary.clone(),
             overlap: groups.config.overlap,
             num_tiles: groups.config.tile_linears,
             tiled,
@@ -177,6 +183,8 @@ impl ShardedWeights {
         next: Option<usize>,
         change: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
+        // Nothing that was kept before may be taken for changed.
+        *lock(&self.buckets[bucket].copy) = None;
         let Some(away) = &self.away else {
             return change();
         };
@@ -241,12 +249,20 @@ impl ShardedWeights {
             let bucket = &self.buckets[index];
             let mut state = lock(&bucket.state);
             if let Residence::Absent = *state {
-                *state = match &self.away {
-                    Some(away) => {
+                let copy = lock(&bucket.copy);
+                *state = match (copy.as_ref().zip(self.secondary.as_ref()), &self.away) {
+                    // It is of what may have moved in 8 bits before.
+                    (Some(((copy, _), secondary)), _) => {
+                        bucket.start_gather(copy, secondary, false)?
+                    }
+                    (None, Some(away)) => {
                         away.start_fetch(index)?;
                         Residence::Fetching
                     }
-                    None => bucket.start_gather(&self.slice(index)?, &self.shard)?,
+                    (None, None) => {
+                        let slice = self.slice(index)?;
+                        bucket.start_gather(&slice, &self.shard, bucket.is_quantized)?
+                    }
                 };
             }
         }
@@ -273,12 +289,15 @@ impl ShardedWeights {
                 *state = Residence::Present(held);
                 return Ok(());
             }
-            was = bucket.start_gather(&slice, &self.shard)?;
+            was = bucket.start_gather(&slice, &self.shard, bucket.is_quantized)?;
         }
         *state = match was {
             Residence::Gathering(whole, on_the_way) => {
                 let own = bucket.slices[self.shard.rank()].len();
                 let whole = unpacked(whole.wait()?, own, bucket.dtype)?;
+                if let Some(secondary) = &self.secondary {
+                    bucket.keep_copy(&whole, secondary)?;
+                }
                 Residence::Present(bucket.distribute(whole, on_the_way)?)
             }
             other => other,
@@ -313,7 +332,11 @@ impl ShardedWeights {
 
     /// Frees all weights but the slices.
     pub fn free_all(&self) -> Result<()> {
-        (0..self.buckets.len()).try_for_each(|index| self.reshard_bucket(index))
+        for (index, bucket) in self.buckets.iter().enumerate() {
+            self.reshard_bucket(index)?;
+            *lock(&bucket.copy) = None;
+        }
+        Ok(())
     }
 }
 
@@ -353,17 +376,35 @@ impl TileGather {
 }
 
 impl ShardedBucket {
-    /// Starts to gather the slices of all ranks, of which this rank's is `slice`.
-    fn start_gather(&self, slice: &Tensor, shard: &ProcessGroup) -> Result<Residence> {
-        let sent = match self.is_quantized {
-            true => quantize_int8(slice)?,
-            false => slice.clone(),
+    /// Starts to gather the bucket from the ranks of a group that divide it evenly, of which this rank's part is `part`.
+    fn start_gather(
+        &self,
+        part: &Tensor,
+        group: &ProcessGroup,
+        is_quantized: bool,
+    ) -> Result<Residence> {
+        let sent = match is_quantized {
+            true => quantize_int8(part)?,
+            false => part.clone(),
         };
         // What is sent is a copy if it is in 8 bits.
-        let copies = shard.world_size() + usize::from(self.is_quantized);
+        let copies = group.world_size() + usize::from(is_quantized);
         let bytes = num_bytes(&sent) * copies;
         let held = self.meter.hold(MemoryCategory::Gathered, bytes);
-        Ok(Residence::Gathering(shard.start_all_gather(&sent)?, held))
+        Ok(Residence::Gathering(group.start_all_gather(&sent)?, held))
+    }
+
+    /// Keeps this rank's part of the second copy, unless it has it.
+    fn keep_copy(&self, whole: &Tensor, secondary: &ProcessGroup) -> Result<()> {
+        let mut copy = lock(&self.copy);
+        if copy.is_none() {
+            let len = whole.elem_count() / secondary.world_size();
+            let part = whole.narrow(0, len * secondary.rank(), len)?;
+            let part = part.force_contiguous()?;
+            let held = (self.meter).hold(MemoryCategory::Gathered, num_bytes(&part));
+            *copy = Some((part, held));
+        }
+        Ok(())
     }
 
     /// Gives the parameters their values, `whole`, which came as `on_the_way`, the first in the bucket first; what they hold then.

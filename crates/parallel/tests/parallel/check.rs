@@ -23,6 +23,7 @@ pub const ZERO_STAGES: [ZeroStage; 4] = [
 pub const UNREDUCED: DataParallel = DataParallel {
     zero: ZeroStage::Zero,
     zero_group: None,
+    zero_secondary: None,
     reduce: ReduceType::F32,
     quantize_weights: false,
     tile_linears: 1,

@@ -1,10 +1,14 @@
 //! Weights and gradients that replicas divide (ZeRO-2, ZeRO-3), over all of them or within groups.
 
+use std::collections::BTreeMap;
+
+use candle_comm::ProcessGroup;
 use candle_core::Result;
 use candle_parallel::{
-    AdamWConfig, DataParallel, DistributedOptimizer, Gradients, ModelPart, ParamStore, Pass,
-    Pipeline, ReduceType, Schedule, ZeroStage,
+    AdamWConfig, DataParallel, DistributedOptimizer, Gradients, ModelPart, Offload, ParamStore,
+    Pass, Pipeline, ReduceType, Schedule, ZeroStage,
 };
+use tempfile::tempdir;
 
 use crate::chain::{Chain, Values, gather_weights, local_bits};
 use crate::check::{assert_says, assert_values_close, message, on_mesh, on_mesh_with_delays};
@@ -151,6 +155,105 @@ fn copies_in_other_groups_have_the_same_bits() {
         });
         assert!(ranks.iter().all(|bits| *bits == ranks[0]), "{zero:?}");
     }
+}
+
+/// Three steps of two micro-batches, with an evaluation after each if it `evaluates`: every rank's weights, and the bytes that weights have moved
+/// between the ranks that divide them, and those that divide a second copy.
+fn trained_with_copies(
+    dp: usize,
+    replicas: DataParallel,
+    offload: &Offload,
+    evaluates: bool,
+) -> Vec<(BTreeMap<String, Vec<u32>>, [u64; 2])> {
+    on_mesh((1, dp, 1), |mesh| {
+        let chain = Chain {
+            // An evaluation needs what is tied once more.
+            tied: evaluates,
+            ..Chain::default()
+        };
+        let store = ParamStore::init(5)
+            .with_data_parallel(replicas)
+            .with_offload(offload.clone());
+        let part = chain.part(&mesh, &store)?;
+        let params = part.params();
+        let mut optimizer = DistributedOptimizer::adamw(params, &mesh, AdamWConfig::default())?;
+        let mut gradients = Gradients::new(params, &mesh)?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        for step in 0..3 {
+            let batches = chain.micro_batches(10 * step + mesh.dp.rank() as u64, 2)?;
+            if evaluates {
+                pipeline.evaluate(&part, batches.clone().into_iter().map(Ok))?;
+            }
+            pipeline.forward_backward(&part, &batches, &mut gradients)?;
+            optimizer.step(&mut gradients, 0.01, None)?;
+        }
+        let gathered = |group: &ProcessGroup| group.counters().bytes("all_gather");
+        let moved = [
+            gathered(params.shard_group()),
+            params.secondary_group().map_or(0, gathered),
+        ];
+        Ok((local_bits(&part), moved))
+    })
+}
+
+#[test]
+fn a_second_copy_changes_no_bit() {
+    let dir = tempdir().unwrap();
+    for (dp, zero_group, len) in [(4, None, 2), (6, None, 3), (8, Some(4), 2), (2, None, 2)] {
+        for (quantize_weights, overlap) in [(false, true), (true, false)] {
+            let replicas = |zero_secondary| DataParallel {
+                zero_secondary,
+                quantize_weights,
+                overlap,
+                ..grouped(ZeroStage::Three, zero_group)
+            };
+            let places = [Offload::default(), Offload::all().in_dir(dir.path())];
+            let trained = |copy, place| {
+                let ranks = trained_with_copies(dp, replicas(copy), place, true);
+                let bits = ranks.into_iter().map(|(bits, _)| bits);
+                bits.collect::<Vec<_>>()
+            };
+            let want = trained(None, &places[0]);
+            for place in &places {
+                let what =
+                    format!("{dp} {zero_group:?} {len}, 8 bits {quantize_weights}, {place:?}");
+                assert!(trained(Some(len), place) == want, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_move_between_groups_once_a_step_if_there_is_a_second_copy() {
+    let (dp, len) = (6, 3);
+    let replicas = |zero_secondary| DataParallel {
+        zero_secondary,
+        ..grouped(ZeroStage::Three, None)
+    };
+    let moved = |copy| trained_with_copies(dp, replicas(copy), &Offload::default(), false)[0].1;
+    let ([without, none], [across, within]) = (moved(None), moved(Some(len)));
+    let padded = on_mesh((1, dp, 1), |mesh| {
+        let store = ParamStore::init(5).with_data_parallel(ZeroStage::Three);
+        Ok(padded_values(&Chain::default().part(&mesh, &store)?, dp, 1))
+    });
+    let [first, inner @ .., head] = padded[0].as_slice() else {
+        panic!("{padded:?}");
+    };
+    let inner: usize = inner.iter().sum();
+    // Of so many values a rank of a group sends its part to each other one.
+    let sent = |values: usize, group: usize| (4 * values / group * (group - 1)) as u64;
+    // In three steps of two micro-batches each is gathered for four passes, but the first block, which stays from the first micro-batch to the
+    // second, and the head, which has one pass in each.
+    let gathers = |times: [usize; 3], group| {
+        let values = [*first, inner, *head].into_iter().zip(times);
+        3 * values
+            .map(|(len, times)| times as u64 * sent(len, group))
+            .sum::<u64>()
+    };
+    assert_eq!(without, gathers([3, 4, 2], dp));
+    assert_eq!(none, 0);
+    assert_eq!(across, gathers([1, 1, 1], dp));
+    assert_eq!(within, gathers([2, 3, 1], len));
 }
 
 /// Bytes of the packed form of a rank's slice of each bucket: 4 for each 256 values, and one a value.
@@ -332,5 +435,24 @@ fn groups_that_do_not_fit_are_refused() {
     assert_says(
         &refused(6, ZeroStage::Zero, Some(2)),
         &["ZeRO stage 0", "hint"],
+    );
+    let copied = |zero, zero_group, len| {
+        let replicas = DataParallel {
+            zero_secondary: Some(len),
+            ..grouped(zero, zero_group)
+        };
+        message(replicas.validate(8))
+    };
+    assert_says(
+        &copied(ZeroStage::Two, None, 2),
+        &["zero-secondary(2)", "stage 3", "hint"],
+    );
+    assert_says(
+        &copied(ZeroStage::Three, None, 3),
+        &["zero-secondary(3)", "dp(8)", "such as 2"],
+    );
+    assert_says(
+        &copied(ZeroStage::Three, Some(4), 8),
+        &["zero-secondary(8)", "zero-group(4)", "such as 4"],
     );
 }

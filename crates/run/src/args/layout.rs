@@ -36,9 +36,13 @@ pub struct LayoutArgs {
     /// ZeRO stage, what replicas divide between them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too
     #[arg(long, default_value_t = 1, value_parser = whole::<u8>(0..=3))]
     pub zero: u8,
-    /// Divide it within groups of so many replicas, which hold the same; they move less, and hold more [default: all replicas]
+    /// Divide it within groups of so many replicas, which hold the same (HSDP); they move less, and hold more [default: all replicas]
     #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(2..))]
     pub zero_group: Option<usize>,
+    /// Keep a second copy of the weights, from their first use in a step to the update, divided within groups of so many replicas, and gather them from
+    /// there (hpZ): such as those of a host, which then gather across hosts once a step; needs --zero 3 [default: no copy]
+    #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(2..))]
+    pub zero_secondary: Option<usize>,
     /// Type in which gradients move between replicas
     #[arg(long, ignore_case = true, default_value = "f32", value_parser = choice::<ReduceType>())]
     #[serde(serialize_with = "by_name")]
@@ -116,6 +120,7 @@ impl LayoutArgs {
                 _ => ZeroStage::Three,
             },
             zero_group: self.zero_group,
+            zero_secondary: self.zero_secondary,
             reduce: match self.quantize_gradients {
                 Some(_) => ReduceType::Int8,
                 None => self.grad_reduce_dtype,

@@ -90,6 +90,12 @@ impl StrategyArgs {
                 BY,
                 SERVERS,
             ),
+            (
+                has_servers && layout.zero_secondary.is_some(),
+                "zero-secondary",
+                BY,
+                SERVERS,
+            ),
             (has_servers && is_reduced, "grad-reduce-dtype", BY, SERVERS),
             (
                 has_servers && layout.quantize_gradients.is_some(),

@@ -66,6 +66,7 @@ fn values() -> Vec<(&'static str, &'static str)> {
         ("dp", "4"),
         ("zero", "3"),
         ("zero-group", "2"),
+        ("zero-secondary", "2"),
         ("grad-reduce-dtype", "bf16"),
         ("quantize-gradients", "int8"),
         ("quantize-weights", "int8"),

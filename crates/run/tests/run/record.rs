@@ -68,6 +68,7 @@ const COMPANIONS: &[(&str, &[(&str, &str)])] = &[
     ("eval-every", &[("eval-fraction", "0.2")]),
     ("patience", &[("eval-fraction", "0.2"), ("eval-every", "1")]),
     ("zero-group", &[("dp", "4"), ("zero", "3")]),
+    ("zero-secondary", &[("dp", "4"), ("zero", "3")]),
     ("zero", &[("dp", "2")]),
     ("offload-dir", &[("offload", "all")]),
     ("no-overlap", &[("dp", "2"), ("zero", "3")]),
