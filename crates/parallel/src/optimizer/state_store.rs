@@ -35,7 +35,7 @@ enum Place {
         _held: MemoryGuard,
     },
     Away {
-        store: OffloadStore,
+        store: Box<OffloadStore>,
         shapes: Vec<BucketShape>,
         /// Of each bucket, the one that is updated after it.
         next: Vec<usize>,
@@ -117,7 +117,7 @@ impl StateStore {
         let store = OffloadStore::new(place, kept, device, meter, tensors)?;
         Ok(Self(match store {
             Some(store) => Place::Away {
-                store,
+                store: Box::new(store),
                 shapes,
                 next: next_in(order),
             },

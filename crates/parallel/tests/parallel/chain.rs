@@ -230,8 +230,11 @@ pub fn gather_gradients(part: &ModelPart, mesh: &Mesh, gradients: &Gradients) ->
     gather(part, mesh, |index| gradients.get(index))
 }
 
+/// The bits of values by name.
+pub type Bits = BTreeMap<String, Vec<u32>>;
+
 /// This rank's values, bit by bit.
-pub fn local_bits(part: &ModelPart) -> BTreeMap<String, Vec<u32>> {
+pub fn local_bits(part: &ModelPart) -> Bits {
     let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect();
     let params = part.params();
     params

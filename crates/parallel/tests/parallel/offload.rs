@@ -12,12 +12,10 @@ use candle_parallel::{
 };
 use tempfile::tempdir;
 
-use crate::chain::{Chain, local_bits};
+use crate::chain::{Bits, Chain, local_bits};
 use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, single_mesh};
 use crate::optimizer_rule::Momentum;
 use crate::save_failures::{folder_of_child, in_prepared_shell};
-
-type Bits = BTreeMap<String, Vec<u32>>;
 
 fn adamw() -> AdamW {
     AdamW(AdamWConfig::default())

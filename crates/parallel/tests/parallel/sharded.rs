@@ -1,7 +1,5 @@
 //! Weights and gradients that replicas divide (ZeRO-2, ZeRO-3), over all of them or within groups.
 
-use std::collections::BTreeMap;
-
 use candle_comm::ProcessGroup;
 use candle_core::Result;
 use candle_parallel::{
@@ -10,7 +8,7 @@ use candle_parallel::{
 };
 use tempfile::tempdir;
 
-use crate::chain::{Chain, Values, gather_weights, local_bits};
+use crate::chain::{Bits, Chain, Values, gather_weights, local_bits};
 use crate::check::{assert_says, assert_values_close, message, on_mesh, on_mesh_with_delays};
 use crate::traffic::padded_values;
 
@@ -164,7 +162,7 @@ fn trained_with_copies(
     replicas: DataParallel,
     offload: &Offload,
     evaluates: bool,
-) -> Vec<(BTreeMap<String, Vec<u32>>, [u64; 2])> {
+) -> Vec<(Bits, [u64; 2])> {
     on_mesh((1, dp, 1), |mesh| {
         let chain = Chain {
             // An evaluation needs what is tied once more.

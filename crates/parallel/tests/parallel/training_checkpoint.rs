@@ -13,7 +13,7 @@ use candle_parallel::{
 use serde_json::json;
 use tempfile::tempdir;
 
-use crate::chain::{Chain, Values, gather_weights, local_bits};
+use crate::chain::{Bits, Chain, Values, gather_weights, local_bits};
 use crate::check::on_mesh;
 
 /// How a run lies on its ranks.
@@ -160,8 +160,6 @@ fn joined(ranks: impl IntoIterator<Item = State>) -> State {
     }
     all
 }
-
-type Bits = BTreeMap<String, Vec<u32>>;
 
 /// What a run was after its second step, and what its third one gave: the loss, and the bits of every rank's weights.
 type Trained = (State, f64, Vec<Bits>);
