@@ -44,6 +44,8 @@ struct Io {
     asked: VecDeque<usize>,
     /// Items that are here and that nobody has asked for yet, on the host.
     here: HashMap<usize, Fetched>,
+    /// What was taken back last, until another one is asked for.
+    kept: Option<(usize, Fetched)>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -115,6 +117,7 @@ impl FileStore {
                 replies,
                 asked: VecDeque::new(),
                 here: HashMap::new(),
+                kept: None,
                 thread: Some(thread),
             }),
         })
@@ -148,6 +151,7 @@ impl FileStore {
 
     pub fn start_fetch(&self, index: usize) -> Result<()> {
         let mut io = self.io();
+        io.use_kept(index);
         if io.here.contains_key(&index) || io.asked.contains(&index) {
             return Ok(());
         }
@@ -158,6 +162,7 @@ impl FileStore {
 
     pub fn fetch(&self, index: usize) -> Result<Fetched> {
         let mut io = self.io();
+        io.use_kept(index);
         if !io.here.contains_key(&index) && !io.asked.contains(&index) {
             while !io.asked.is_empty() {
                 self.receive(&mut io)?;
@@ -183,7 +188,7 @@ impl FileStore {
     }
 
     pub fn keep(&self, index: usize, item: Fetched) {
-        self.io().here.insert(index, item);
+        self.io().kept = Some((index, item));
     }
 
     pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
@@ -199,6 +204,7 @@ impl FileStore {
 
     pub fn forget(&self, index: usize) -> Result<()> {
         let mut io = self.io();
+        io.kept.take_if(|(kept, _)| *kept == index);
         while io.asked.contains(&index) {
             let (other, item) = self.receive(&mut io)?;
             io.here.insert(other, item);
@@ -218,6 +224,17 @@ fn warn_of_memory(dir: &Path) {
             "the folder {} is of a file system in memory (tmpfs): what is kept there still takes memory",
             dir.display()
         );
+    }
+}
+
+impl Io {
+    /// Frees what was taken back, unless it is this item, which is here then.
+    fn use_kept(&mut self, index: usize) {
+        if let Some((kept, item)) = self.kept.take()
+            && kept == index
+        {
+            self.here.insert(index, item);
+        }
     }
 }
 

@@ -27,14 +27,11 @@ pub(super) struct HostStore {
 struct Items {
     buffers: Vec<Vec<HostBuffer>>,
     /// What nobody has asked for yet.
-    ahead: HashMap<usize, Ahead>,
+    ahead: HashMap<usize, Moving>,
+    /// What was taken back last, until another one is asked for.
+    kept: Option<(usize, Fetched)>,
     /// On its way to the host.
     behind: Option<Moving>,
-}
-
-enum Ahead {
-    Coming(Moving),
-    Here(Fetched),
 }
 
 /// An item's tensors that are being copied.
@@ -67,6 +64,7 @@ impl HostStore {
             items: Mutex::new(Items {
                 buffers: all,
                 ahead: HashMap::new(),
+                kept: None,
                 behind: None,
             }),
             meter: meter.clone(),
@@ -87,18 +85,24 @@ impl HostStore {
 
     pub fn start_fetch(&self, index: usize) -> Result<()> {
         let mut items = self.items();
-        if !items.ahead.contains_key(&index) {
+        let is_kept = |(kept, _): &(usize, Fetched)| *kept == index;
+        items.kept = items.kept.take().filter(is_kept);
+        if items.kept.is_none() && !items.ahead.contains_key(&index) {
             let moving = self.start(&mut items, index)?;
-            items.ahead.insert(index, Ahead::Coming(moving));
+            items.ahead.insert(index, moving);
         }
         Ok(())
     }
 
     pub fn fetch(&self, index: usize) -> Result<Fetched> {
         let mut items = self.items();
+        if let Some((kept, item)) = items.kept.take()
+            && kept == index
+        {
+            return Ok(item);
+        }
         let Moving { copies, held } = match items.ahead.remove(&index) {
-            Some(Ahead::Here(item)) => return Ok(item),
-            Some(Ahead::Coming(moving)) => moving,
+            Some(moving) => moving,
             None => {
                 items.ahead.clear();
                 self.start(&mut items, index)?
@@ -110,13 +114,13 @@ impl HostStore {
     }
 
     pub fn keep(&self, index: usize, item: Fetched) {
-        self.items().ahead.insert(index, Ahead::Here(item));
+        self.items().kept = Some((index, item));
     }
 
     pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
         let Fetched { tensors, held } = item;
         let mut items = self.items();
-        items.ahead.remove(&index);
+        items.forget(index);
         let stores = tensors.into_iter().zip(&mut items.buffers[index]);
         let stores = stores.map(|(values, buffer)| self.copies.start_store(values, buffer));
         let copies = stores.collect::<Result<_>>()?;
@@ -126,7 +130,14 @@ impl HostStore {
     }
 
     pub fn forget(&self, index: usize) -> Result<()> {
-        self.items().ahead.remove(&index);
+        self.items().forget(index);
         Ok(())
+    }
+}
+
+impl Items {
+    fn forget(&mut self, index: usize) {
+        self.ahead.remove(&index);
+        self.kept.take_if(|(kept, _)| *kept == index);
     }
 }

@@ -71,6 +71,10 @@ fn trained<R: Optimizer + 'static>(
         let params = part.params();
         let mut optimizer = DistributedOptimizer::new(params, &mesh, rule())?;
         steps(chain, &mesh, &part, &mut optimizer)?;
+        // What a look has read is not taken for what comes after, and does not stay.
+        optimizer.state()?;
+        local_bits(&part);
+        steps(chain, &mesh, &part, &mut optimizer)?;
         let state = optimizer.state()?;
         let num_buckets = match (offload.dirs.is_empty(), mesh.world.device().is_cpu()) {
             _ if !offload.optimizer => usize::MAX,
