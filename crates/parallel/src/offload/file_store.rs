@@ -4,7 +4,8 @@
 //! uses      .. item 1              .. item 2              .. item 3
 //! thread    write 0, read 2        write 1, read 3        write 2, read 4
 //! ```
-//! One thread works on requests in their order, so what is read was written before. The file has no name: it is gone when it is closed,
+//! One thread works on requests in their order, so what is read was written before. Room for what is read is asked for, and counted, when
+//! that is requested; what is written counts until the next write begins, or [`FileStore::finish`]: so how fast the thread is changes no number. The file has no name: it is gone when it is closed,
 //! or with its process, whatever ends that.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -15,7 +16,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use candle_comm::{allocate_for, allocated_of_rank};
+use candle_comm::{allocate_for, allocated_of_rank, message_of};
 use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
 use half::{bf16, f16};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
@@ -23,7 +24,7 @@ use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 
 use super::store::{Fetched, Kept};
 use crate::checkpoint::{SpaceNeed, size_in_words};
-use crate::memory::MemoryMeter;
+use crate::memory::{MemoryGuard, MemoryMeter};
 
 /// Bytes that are converted at a time.
 const CHUNK: usize = 1 << 20;
@@ -31,7 +32,8 @@ const CHUNK: usize = 1 << 20;
 /// The items of one rank.
 pub(super) struct FileStore {
     device: Device,
-    what: &'static str,
+    meter: MemoryMeter,
+    kept: Arc<Kept>,
     io: Mutex<Io>,
 }
 
@@ -40,6 +42,9 @@ struct Io {
     /// Until the end.
     requests: Option<Sender<Request>>,
     replies: Receiver<Result<Fetched>>,
+    written: Receiver<Result<()>>,
+    /// What is being written.
+    behind: Option<MemoryGuard>,
     /// Items that are being read, in this order.
     asked: VecDeque<usize>,
     /// Items that are here and that nobody has asked for yet, on the host.
@@ -50,8 +55,23 @@ struct Io {
 }
 
 enum Request {
-    Read(usize),
-    Write(usize, Fetched),
+    Read(usize, Room),
+    Write(usize, Vec<Tensor>),
+}
+
+/// For an item that is read.
+struct Room {
+    tensors: Vec<Values>,
+    held: MemoryGuard,
+}
+
+/// Room for the values of a tensor, then these.
+enum Values {
+    F32(Vec<f32>),
+    Bf16(Vec<bf16>),
+    F16(Vec<f16>),
+    I16(Vec<i16>),
+    U8(Vec<u8>),
 }
 
 impl FileStore {
@@ -94,27 +114,31 @@ impl FileStore {
         file.sync_data().map_err(fail)?;
         leave_cache(&file, 0, 0);
         let ((requests, received), (sent, replies)) = (channel(), channel());
+        let (writes, written) = channel();
+        let kept = Arc::new(kept);
         let worker = Worker {
             dir: dir.to_path_buf(),
             file,
             bytes,
-            kept: Arc::new(kept),
-            meter: meter.clone(),
+            kept: Arc::clone(&kept),
             failed: None,
         };
         let thread = std::thread::Builder::new().name("offload".into());
         let of_rank = allocated_of_rank();
         let run = move || {
             of_rank.into_iter().for_each(allocate_for);
-            worker.run(&received, &sent);
+            worker.run(&received, &sent, &writes);
         };
         let thread = thread.spawn(run).map_err(fail)?;
         Ok(Self {
             device: device.clone(),
-            what,
+            meter: meter.clone(),
+            kept,
             io: Mutex::new(Io {
                 requests: Some(requests),
                 replies,
+                written,
+                behind: None,
                 asked: VecDeque::new(),
                 here: HashMap::new(),
                 kept: None,
@@ -128,7 +152,7 @@ impl FileStore {
     }
 
     fn ended(&self) -> Error {
-        let what = self.what;
+        let what = self.kept.what;
         Error::msg(format!("the thread that keeps {what} in a file has ended"))
     }
 
@@ -140,10 +164,23 @@ impl FileStore {
         }
     }
 
+    fn ask(&self, io: &mut Io, index: usize) -> Result<()> {
+        let tensors = self.kept.items[index].iter();
+        let room = Room {
+            held: self.kept.hold(index, &self.meter),
+            tensors: tensors
+                .map(|&(len, dtype)| Values::with_capacity(len, dtype))
+                .collect::<Result<_>>()?,
+        };
+        self.send(io, Request::Read(index, room))?;
+        io.asked.push_back(index);
+        Ok(())
+    }
+
     /// What was asked for first.
     fn receive(&self, io: &mut Io) -> Result<(usize, Fetched)> {
         let Some(index) = io.asked.pop_front() else {
-            bail!("nothing is being read of {}", self.what);
+            bail!("nothing is being read of {}", self.kept.what);
         };
         let reply = io.replies.recv().map_err(|_| self.ended())?;
         Ok((index, reply?))
@@ -155,9 +192,7 @@ impl FileStore {
         if io.here.contains_key(&index) || io.asked.contains(&index) {
             return Ok(());
         }
-        self.send(&io, Request::Read(index))?;
-        io.asked.push_back(index);
-        Ok(())
+        self.ask(&mut io, index)
     }
 
     pub fn fetch(&self, index: usize) -> Result<Fetched> {
@@ -168,8 +203,7 @@ impl FileStore {
                 self.receive(&mut io)?;
             }
             io.here.clear();
-            self.send(&io, Request::Read(index))?;
-            io.asked.push_back(index);
+            self.ask(&mut io, index)?;
         }
         let Fetched { tensors, held } = loop {
             if let Some(item) = io.here.remove(&index) {
@@ -193,13 +227,25 @@ impl FileStore {
 
     pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
         self.forget(index)?;
-        let tensors = item.tensors.iter();
-        let tensors = tensors.map(|values| values.to_device(&Device::Cpu));
-        let item = Fetched {
-            tensors: tensors.collect::<Result<_>>()?,
-            held: item.held,
-        };
-        self.send(&self.io(), Request::Write(index, item))
+        let Fetched { tensors, held } = item;
+        let tensors = tensors
+            .into_iter()
+            .map(|values| values.to_device(&Device::Cpu));
+        let tensors = tensors.collect::<Result<_>>()?;
+        // What was written before this.
+        self.finish()?;
+        let mut io = self.io();
+        io.behind = Some(held);
+        self.send(&io, Request::Write(index, tensors))
+    }
+
+    /// Waits until what was stored is written.
+    pub fn finish(&self) -> Result<()> {
+        let mut io = self.io();
+        match io.behind.take() {
+            Some(_held) => io.written.recv().map_err(|_| self.ended())?,
+            None => Ok(()),
+        }
     }
 
     pub fn forget(&self, index: usize) -> Result<()> {
@@ -255,28 +301,31 @@ struct Worker {
     /// For what is converted; always there, as one for each use would count as something else.
     bytes: Vec<u8>,
     kept: Arc<Kept>,
-    meter: MemoryMeter,
     /// Why an item could not be written: nothing that is read after that is right.
     failed: Option<String>,
 }
 
 impl Worker {
-    fn run(mut self, requests: &Receiver<Request>, replies: &Sender<Result<Fetched>>) {
+    fn run(
+        mut self,
+        requests: &Receiver<Request>,
+        replies: &Sender<Result<Fetched>>,
+        written: &Sender<Result<()>>,
+    ) {
         for request in requests {
+            let failed = self.failed.as_ref().map(Error::msg);
+            // Who asked may be gone.
             match request {
-                Request::Read(index) => {
-                    let item = match &self.failed {
-                        Some(why) => Err(Error::msg(why)),
-                        None => self.read(index),
-                    };
-                    if replies.send(item).is_err() {
-                        return;
-                    }
+                Request::Read(index, room) => {
+                    let item = failed.map_or_else(|| self.read(index, room), Err);
+                    let _ = replies.send(item);
                 }
-                Request::Write(index, item) if self.failed.is_none() => {
-                    self.failed = self.write(index, &item).err().map(|err| err.to_string());
+                Request::Write(index, tensors) => {
+                    let done = failed.map_or_else(|| self.write(index, &tensors), Err);
+                    drop(tensors);
+                    self.failed = done.as_ref().err().map(message_of);
+                    let _ = written.send(done);
                 }
-                Request::Write(..) => {}
             }
         }
     }
@@ -295,30 +344,32 @@ impl Worker {
         ))
     }
 
-    fn read(&mut self, index: usize) -> Result<Fetched> {
+    fn read(&mut self, index: usize, room: Room) -> Result<Fetched> {
         let doing = format!("read {} from", self.kept.what);
-        let held = self.kept.hold(index, &self.meter);
         let start = SeekFrom::Start(self.start_of(index));
         self.file
             .seek(start)
             .map_err(|err| self.fail(&doing, index, &err))?;
         let kept = Arc::clone(&self.kept);
         let mut tensors = Vec::new();
-        for &(len, dtype) in &kept.items[index] {
-            let values = read_tensor(&mut self.file, dtype, len, &mut self.bytes);
+        for (values, (len, _)) in room.tensors.into_iter().zip(&kept.items[index]) {
+            let values = values.read(*len, &mut self.file, &mut self.bytes);
             tensors.push(values.map_err(|err| self.fail(&doing, index, &err))??);
         }
         leave_cache(&self.file, self.start_of(index), self.kept.num_bytes(index));
-        Ok(Fetched { tensors, held })
+        Ok(Fetched {
+            tensors,
+            held: room.held,
+        })
     }
 
-    fn write(&mut self, index: usize, item: &Fetched) -> Result<()> {
+    fn write(&mut self, index: usize, tensors: &[Tensor]) -> Result<()> {
         let doing = format!("write {} to", self.kept.what);
         let start = SeekFrom::Start(self.start_of(index));
         self.file
             .seek(start)
             .map_err(|err| self.fail(&doing, index, &err))?;
-        for values in &item.tensors {
+        for values in tensors {
             let written = write_tensor(&mut self.file, values, &mut self.bytes)?;
             written.map_err(|err| self.fail(&doing, index, &err))?;
         }
@@ -337,30 +388,40 @@ fn leave_cache(file: &File, start: u64, num_bytes: usize) {
     let _ = posix_fadvise(file, start as i64, num_bytes as i64, advice);
 }
 
-/// Reads `len` values of type `dtype` from where the file is, through `bytes`.
-fn read_tensor(
-    file: &mut File,
-    dtype: DType,
-    len: usize,
-    bytes: &mut [u8],
-) -> std::io::Result<Result<Tensor>> {
-    macro_rules! values {
-        ($kind:ty) => {
-            Tensor::from_vec(
-                read_values(file, len, bytes, <$kind>::from_le_bytes)?,
-                len,
-                &Device::Cpu,
-            )
-        };
+impl Values {
+    fn with_capacity(len: usize, dtype: DType) -> Result<Self> {
+        Ok(match dtype {
+            DType::F32 => Self::F32(Vec::with_capacity(len)),
+            DType::BF16 => Self::Bf16(Vec::with_capacity(len)),
+            DType::F16 => Self::F16(Vec::with_capacity(len)),
+            DType::I16 => Self::I16(Vec::with_capacity(len)),
+            DType::U8 => Self::U8(Vec::with_capacity(len)),
+            _ => return Err(not_kept(dtype)),
+        })
     }
-    Ok(match dtype {
-        DType::F32 => values!(f32),
-        DType::BF16 => values!(bf16),
-        DType::F16 => values!(f16),
-        DType::I16 => values!(i16),
-        DType::U8 => values!(u8),
-        _ => Err(not_kept(dtype)),
-    })
+
+    /// So many values from where the file is, through `bytes`.
+    fn read(
+        self,
+        len: usize,
+        file: &mut File,
+        bytes: &mut [u8],
+    ) -> std::io::Result<Result<Tensor>> {
+        macro_rules! values {
+            ($values:expr, $kind:ty) => {{
+                let mut values = $values;
+                read_values(file, (&mut values, len), bytes, <$kind>::from_le_bytes)?;
+                Tensor::from_vec(values, len, &Device::Cpu)
+            }};
+        }
+        Ok(match self {
+            Self::F32(values) => values!(values, f32),
+            Self::Bf16(values) => values!(values, bf16),
+            Self::F16(values) => values!(values, f16),
+            Self::I16(values) => values!(values, i16),
+            Self::U8(values) => values!(values, u8),
+        })
+    }
 }
 
 fn not_kept(dtype: DType) -> Error {
@@ -371,18 +432,17 @@ fn not_kept(dtype: DType) -> Error {
 
 fn read_values<T, const N: usize>(
     file: &mut File,
-    len: usize,
+    (values, len): (&mut Vec<T>, usize),
     bytes: &mut [u8],
     from_bytes: impl Fn([u8; N]) -> T,
-) -> std::io::Result<Vec<T>> {
-    let mut values = Vec::with_capacity(len);
+) -> std::io::Result<()> {
     while values.len() < len {
         let num_bytes = bytes.len().min((len - values.len()) * N);
         file.read_exact(&mut bytes[..num_bytes])?;
         let (chunk, _) = bytes[..num_bytes].as_chunks::<N>();
         values.extend(chunk.iter().copied().map(&from_bytes));
     }
-    Ok(values)
+    Ok(())
 }
 
 /// Writes flat values of the host where the file is, through `bytes`.

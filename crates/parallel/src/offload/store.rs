@@ -108,6 +108,14 @@ impl OffloadStore {
         }
     }
 
+    /// Waits until a file has what was stored; memory of the host gets it while the GPU computes.
+    pub fn finish(&self) -> Result<()> {
+        match &self.place {
+            Place::Host(_) => Ok(()),
+            Place::File(file) => file.finish(),
+        }
+    }
+
     /// Frees what was fetched of an item and not asked for.
     pub fn forget(&self, index: usize) -> Result<()> {
         match &self.place {

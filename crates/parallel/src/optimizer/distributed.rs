@@ -17,7 +17,7 @@ use crate::agreement::Facts;
 use crate::gradients::{Gradients, ReducedGradients, ReducedLoss};
 use crate::memory::{MemoryCategory, num_bytes};
 use crate::params::{
-    BucketWeights, FlatBuffer, Parameters, ReplicaGroups, SaveSource, gather_range,
+    BucketWeights, FlatBuffer, Parameters, ReplicaGroups, SaveSource, ShardedWeights, gather_range,
 };
 use crate::pass::PipelineRank;
 use crate::placement::intersect;
@@ -327,6 +327,11 @@ impl DistributedOptimizer {
             }
             params.pending().wait_for_all_but(max_gathers)?;
         }
+        self.store.finish()?;
+        let sharded = params.sharded().into_iter();
+        sharded
+            .map(ShardedWeights::finish_changes)
+            .collect::<Result<()>>()?;
         self.set_num_steps(number);
         Ok(())
     }

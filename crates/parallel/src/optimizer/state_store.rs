@@ -165,6 +165,14 @@ impl StateStore {
         self.change_before(index, next, update)
     }
 
+    /// Waits until what was changed is written, if it is in a file.
+    pub fn finish(&self) -> Result<()> {
+        match &self.0 {
+            Place::Resident { .. } => Ok(()),
+            Place::Away { store, .. } => store.finish(),
+        }
+    }
+
     fn change_before<T>(
         &self,
         index: usize,

@@ -201,6 +201,11 @@ impl ShardedWeights {
         changed
     }
 
+    /// Waits until what was changed is written, if it is in a file.
+    pub fn finish_changes(&self) -> Result<()> {
+        self.away.iter().try_for_each(OffloadStore::finish)
+    }
+
     fn needed(&self, block: usize) -> &[usize] {
         self.of_block.get(&block).map_or(&[], Vec::as_slice)
     }

@@ -1,4 +1,4 @@
-//! Optimizer state on the host and in files: the same bits, two buckets in memory, nothing left behind, and errors in time.
+//! Optimizer state on the host and in files: the same bits, three buckets in memory, nothing left behind, and errors in time.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -78,9 +78,8 @@ fn trained<R: Optimizer + 'static>(
         let state = optimizer.state()?;
         let num_buckets = match (offload.dirs.is_empty(), mesh.world.device().is_cpu()) {
             _ if !offload.optimizer => usize::MAX,
-            (false, _) => 2,
-            (true, false) => 3,
             (true, true) => usize::MAX,
+            _ => 3,
         };
         if num_buckets < usize::MAX {
             // Two moments of AdamW, and the remainders of bf16 weights.
