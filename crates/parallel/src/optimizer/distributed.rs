@@ -328,10 +328,8 @@ impl DistributedOptimizer {
             params.pending().wait_for_all_but(max_gathers)?;
         }
         self.store.finish()?;
-        let sharded = params.sharded().into_iter();
-        sharded
-            .map(ShardedWeights::finish_changes)
-            .collect::<Result<()>>()?;
+        let mut sharded = params.sharded().into_iter();
+        sharded.try_for_each(ShardedWeights::finish_changes)?;
         self.set_num_steps(number);
         Ok(())
     }
