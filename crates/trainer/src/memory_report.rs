@@ -17,10 +17,9 @@ const OUT_OF_MEMORY: [&str; 4] = [
 
 /// What takes less memory.
 pub const LESS_MEMORY_HINT: &str = "hint: a shorter --seq-len and smaller micro-batches take less for activations; --dtype bf16, --freeze, \
-    --dp with --zero 3, --offload optimizer, --tp and --pp less for the rest";
+    --dp with --zero 3, --offload all --offload-dir DIR, --tp and --pp less for the rest";
 
-const HINT_FOR_WEIGHTS: &str =
-    "hint: --dtype bf16, --dp with --zero 3, --tp and --pp take less for weights";
+const HINT_FOR_WEIGHTS: &str = "hint: --dtype bf16, --dp with --zero 3, --offload params --offload-dir DIR, --tp and --pp take less for weights";
 
 /// `err` of building a model on `device`, and if that GPU had no memory left what is held of it.
 pub fn explain_out_of_memory(err: Error, device: &Device) -> Error {

@@ -109,7 +109,7 @@ const FACTORS: [usize; 10] = [
     REPLICAS.len(),
     2,
     2,
-    4,
+    5,
     2,
     TRAINED.len() * 2,
 ];
@@ -121,7 +121,7 @@ struct Case {
     degrees: Degrees,
     replicas: DataParallel,
     recompute: Recompute,
-    /// What is where: all on the device; weights and the optimizer's state on the host; the state in a file; both in a file.
+    /// What is where: all on the device; all on the host; the optimizer's state in a file; gradients in a file; all in a file.
     offload: usize,
     is_tied: bool,
     trained: Trained,
@@ -172,7 +172,7 @@ impl Case {
         let exists = has_pipeline
             && dp >= least_dp
             && (dp == 1 || replicas.zero > ZeroStage::Zero || least_dp > 1)
-            && (offload < 3 || replicas.tile_linears == 1);
+            && (offload < 4 || replicas.tile_linears == 1);
         (exists && ranks <= 8 && (pp > 1 || virtual_stages == 1)).then_some(case)
     }
 
@@ -227,6 +227,11 @@ impl Case {
             0 => Offload::default(),
             1 => Offload::all(),
             2 => Offload::optimizer().in_dir(dir.path()),
+            3 => Offload {
+                gradients: true,
+                ..Offload::default()
+            }
+            .in_dir(dir.path()),
             _ => Offload::all().in_dir(dir.path()),
         }
     }

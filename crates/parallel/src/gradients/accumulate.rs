@@ -1,14 +1,16 @@
 //! The gradients that a step accumulates over its micro-batches.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
 
 use candle_comm::Mesh;
 use candle_core::{DType, Result, Tensor, TensorId, bail};
 
 use super::reduce::Reductions;
+use super::sum_store::SumStore;
 use crate::checksums::{Checksums, Shared};
 use crate::memory::MemoryCategory;
-use crate::params::{Bucket, FlatBuffer, Parameters};
+use crate::params::{FlatBuffer, Parameters};
 use crate::pass::{GradientSink, Occupation, PassReport, Reported, WeightGrad};
 
 /// Gradients of the trainable parameters of a rank, in f32, in flat buckets.
@@ -19,10 +21,10 @@ use crate::pass::{GradientSink, Occupation, PassReport, Reported, WeightGrad};
 pub struct Gradients {
     pub(super) params: Parameters,
     pub(super) mesh: Mesh,
-    /// Whole buckets, those of tied parameters once for each stage that uses them; `None` while nothing was written to one that is divided.
+    /// Sums over micro-batches: of whole buckets, those of tied parameters once for each stage that uses them, or of this rank's slices.
+    pub(super) sums: Arc<SumStore>,
+    /// Whole buckets; `None` while nothing was written to one that is divided, or that is away.
     pub(super) whole: Vec<Option<FlatBuffer>>,
-    /// Of divided buckets this rank's slices, in which micro-batches are summed.
-    pub(super) slices: Vec<FlatBuffer>,
     /// Of each bucket the parameters whose places in it hold a gradient.
     pub(super) filled: Vec<HashSet<usize>>,
     /// Whether a parameter got a gradient in this step.
@@ -63,30 +65,18 @@ impl Gradients {
     /// # Errors
     /// Memory that is missing.
     pub fn new(params: &Parameters, mesh: &Mesh) -> Result<Self> {
-        let (groups, meter) = (params.groups(), params.meter());
-        let is_divided = groups.shards_gradients();
-        let buckets: Vec<&Bucket> = params.layout().of_gradients().collect();
-        let zeros = |len| {
-            let zeros = FlatBuffer::zeros(len, mesh.world.device())?;
-            Ok(zeros.counted(meter, MemoryCategory::Gradients))
-        };
-        let whole = buckets.iter().map(|bucket| match is_divided {
-            true => Ok(None),
-            false => zeros(bucket.len).map(Some),
-        });
-        let slices = buckets.iter().filter(|_| is_divided);
-        let slices = slices.map(|bucket| zeros(groups.own_range(bucket.len).len()));
+        let num_buckets = params.layout().num_gradient_buckets();
         Ok(Self {
-            whole: whole.collect::<Result<_>>()?,
-            slices: slices.collect::<Result<_>>()?,
-            filled: vec![HashSet::new(); buckets.len()],
+            sums: Arc::new(SumStore::new(params, mesh)?),
+            whole: vec![None; num_buckets],
+            filled: vec![HashSet::new(); num_buckets],
             has_gradient: vec![false; params.len()],
             places: params
                 .iter()
                 .enumerate()
                 .map(|(index, param)| (param.id(), index))
                 .collect(),
-            reductions: Reductions::new(buckets.len(), params.len()),
+            reductions: Reductions::new(num_buckets, params.len()),
             params: params.clone(),
             mesh: mesh.clone(),
             loss_scale: 1.0,
@@ -150,15 +140,32 @@ impl Gradients {
         )
     }
 
-    /// The buffer of a whole bucket, made if there is none.
+    /// The buffer of a whole bucket, to be written to: made if replicas divide the gradients, fetched if it is away.
     pub(super) fn whole(&mut self, bucket: usize) -> Result<&FlatBuffer> {
+        self.reductions.is_settled[bucket] = false;
         let whole = &mut self.whole[bucket];
         match whole {
             Some(flat) => Ok(flat),
-            None => {
+            None if self.params.groups().shards_gradients() => {
                 let len = self.params.layout().gradient_bucket(bucket).len;
                 let zeros = FlatBuffer::zeros(len, self.mesh.world.device())?;
                 Ok(whole.insert(zeros.counted(self.params.meter(), MemoryCategory::Buffers)))
+            }
+            None => {
+                let has_values = !self.filled[bucket].is_empty();
+                Ok(whole.insert(self.sums.take(bucket, has_values)?))
+            }
+        }
+    }
+
+    /// What was written to a whole bucket, if it exists on this rank.
+    pub(super) fn written(&self, bucket: usize) -> Result<Option<FlatBuffer>> {
+        match &self.whole[bucket] {
+            Some(whole) => Ok(Some(whole.clone())),
+            None if self.params.groups().shards_gradients() => Ok(None),
+            None => {
+                let has_values = !self.filled[bucket].is_empty();
+                self.sums.take(bucket, has_values).map(Some)
             }
         }
     }
@@ -214,10 +221,9 @@ impl Gradients {
         self.check_not_reduced(bucket, index)?;
         let mut sum: Option<Tensor> = None;
         for stage in self.params.layout().stages_of(bucket) {
-            let Some(whole) = &self.whole[stage] else {
-                continue;
-            };
-            if self.filled[stage].contains(&index) {
+            if self.filled[stage].contains(&index)
+                && let Some(whole) = self.written(stage)?
+            {
                 let values = whole.view(offset, param.num_values())?;
                 sum = Some(match sum {
                     None => values,
@@ -277,9 +283,7 @@ impl Gradients {
         self.reductions.clear();
         self.filled.iter_mut().for_each(HashSet::clear);
         self.has_gradient.fill(false);
-        if !self.slices.is_empty() {
-            self.whole.fill(None);
-        }
+        self.whole.fill(None);
     }
 
     fn check_not_reduced(&self, bucket: usize, index: usize) -> Result<()> {

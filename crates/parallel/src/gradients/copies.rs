@@ -4,6 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::sum_of_squares_into;
 
 use super::accumulate::Gradients;
+use super::reduced::ReducedBuckets;
 use crate::agreement::Comparison;
 use crate::checksums::{Checksums, Shared, checksum};
 use crate::params::FlatBuffer;
@@ -12,7 +13,7 @@ use crate::placement::{Gradient, Placement, intersect};
 impl Gradients {
     /// What this rank adds to the step's sum to compare, over tensor-parallel ranks, the gradients of the parameters of which all hold
     /// copies, the loss, and how many collectives each block made. `reduced` has the buckets as they are used for the update.
-    pub(super) fn compared_copies(&self, reduced: &[FlatBuffer]) -> Result<f64> {
+    pub(super) fn compared_copies(&self, reduced: &ReducedBuckets) -> Result<f64> {
         let tp = &self.mesh.tp;
         if tp.world_size() == 1 {
             return Ok(0.0);
@@ -23,7 +24,8 @@ impl Gradients {
             has ^= u64::from(sums[0] > MAX_DISTANCE * MAX_DISTANCE * sums[1]);
         }
         let copies = self.copies(reduced, |gradient| gradient == Gradient::Complete)?;
-        let mut compared: Vec<Tensor> = copies.into_iter().map(|copy| copy.values).collect();
+        let compared = copies.iter().map(|copy| copy.values.tensor().clone());
+        let mut compared: Vec<Tensor> = compared.collect();
         if let Some(loss_sum) = &self.totals.loss_sum {
             compared.push(loss_sum.reshape(1)?.to_dtype(DType::F32)?);
         }
@@ -41,12 +43,13 @@ impl Gradients {
     /// The gradients in `reduced` of the parameters that every tensor-parallel rank holds whole, and whose own gradients are as `wanted`.
     fn copies(
         &self,
-        reduced: &[FlatBuffer],
+        reduced: &ReducedBuckets,
         wanted: impl Fn(Gradient) -> bool,
     ) -> Result<Vec<Copy>> {
         let mut copies = Vec::new();
-        for (bucket, flat) in self.params.layout().buckets.iter().zip(reduced) {
+        for (index, bucket) in self.params.layout().buckets.iter().enumerate() {
             let own = self.params.groups().own_range(bucket.len);
+            let mut flat = None;
             for slot in &bucket.slots {
                 let mine = intersect(&slot.range, &own);
                 let is_wanted = match &self.params.get(slot.param).placement {
@@ -54,10 +57,14 @@ impl Gradients {
                     Placement::Sharded(_) => false,
                 };
                 if is_wanted && !mine.is_empty() {
+                    let flat = match &flat {
+                        Some(flat) => flat,
+                        None => flat.insert(reduced.get(index)?),
+                    };
                     copies.push(Copy {
                         param: slot.param,
                         first_index: mine.start - slot.range.start,
-                        values: flat.view(mine.start - own.start, mine.len())?,
+                        values: flat.part(&(mine.start - own.start..mine.end - own.start))?,
                     });
                 }
             }
@@ -82,11 +89,15 @@ impl Gradients {
     }
 
     /// The error, on every rank, for copies that were found to differ. Every rank must call it.
-    pub(super) fn blame_copies(&self, reduced: &[FlatBuffer], when: &str) -> Result<()> {
+    pub(super) fn blame_copies(&self, reduced: &ReducedBuckets, when: &str) -> Result<()> {
         let mut checksums = Checksums::default();
         for copy in self.copies(reduced, |_| true)? {
             let name = self.params.get(copy.param).name.clone();
-            checksums.add(Shared::Gradient(name), copy.first_index, &copy.values)?;
+            checksums.add(
+                Shared::Gradient(name),
+                copy.first_index,
+                copy.values.tensor(),
+            )?;
         }
         checksums.compare(&self.mesh, when)?;
         bail!(
@@ -102,7 +113,7 @@ struct Copy {
     param: usize,
     /// Index of the first of them in the parameter.
     first_index: usize,
-    values: Tensor,
+    values: FlatBuffer,
 }
 
 /// How far, relative to their norm, sums of the same summands in another order are apart at most.
@@ -140,7 +151,10 @@ mod tests {
             )?;
             gradients.take_first_copy(&own)?;
             let values = own.values(0, 3)?;
-            Ok((values, gradients.compared_copies(&[own])?))
+            Ok((
+                values,
+                gradients.compared_copies(&ReducedBuckets::Here(vec![own]))?,
+            ))
         })?;
         assert_eq!(ranks[0].0, ranks[1].0, "the ranks have different copies");
         let sum = ranks[0].1 + ranks[1].1;

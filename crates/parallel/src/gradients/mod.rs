@@ -7,6 +7,8 @@ mod reduce;
 mod reduced;
 mod served;
 mod shared;
+mod squares;
+mod sum_store;
 mod transfer;
 
 pub use accumulate::Gradients;

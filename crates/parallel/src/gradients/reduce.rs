@@ -5,20 +5,20 @@
 //! backward pass changes when they start, not their order, and so no bit.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
 
 use candle_comm::ReduceOp;
 use candle_core::{DType, Result, Tensor, bail};
-use candle_ops::sum_of_squares_into;
 
 use super::accumulate::Gradients;
-use super::reduced::{ReducedGradients, ReducedLoss, compare_update};
+use super::reduced::{ReducedBuckets, ReducedGradients, ReducedLoss, compare_update};
 use super::shared::sum_shared_ranges;
+use super::squares::Squares;
 use super::transfer::Sum;
 use crate::agreement::{Comparison, Facts};
 use crate::memory::MemoryCategory;
 use crate::params::{Bucket, FlatBuffer, Parameters, Sharing, Slot};
 use crate::pass::{PipelineRank, Reported};
-use crate::placement::{intersect, joined};
 
 /// Reductions under way.
 pub(super) struct Reductions {
@@ -32,6 +32,12 @@ pub(super) struct Reductions {
     earlier: Vec<Option<FlatBuffer>>,
     /// Of each block how many micro-batches it has not computed the gradients of its weights for.
     owed: HashMap<usize, usize>,
+    /// Of each bucket whether its sum is over all ranks and micro-batches, away, with its squares known.
+    pub(super) is_settled: Vec<bool>,
+    /// Those of which that is a sum over replicas, to which nothing can be added any more.
+    is_reduced: Vec<bool>,
+    /// Of settled buckets.
+    squares: Option<Squares>,
     /// Of each parameter that several tensor-parallel ranks hold, whether the ranks' gradients were seen to be summands.
     is_summand: Vec<bool>,
 }
@@ -54,8 +60,8 @@ const NUM_SUMS: usize = 7;
 /// Numbers of each rank of a pipeline that come with them.
 const NUM_OF_RANK: usize = 3;
 
-/// Divided buckets that are whole on this rank while they are summed, at most; one more is being written to. One that several blocks
-/// write to is whole from the first write until the backward pass of its first block.
+/// Buckets that are whole on this rank while they are summed, at most, if they are divided or away; one more is being written to. One that
+/// several blocks write to is whole from the first write until the backward pass of its first block.
 const MAX_DIVIDING: usize = 1;
 
 impl Reductions {
@@ -66,12 +72,33 @@ impl Reductions {
             has_sum: vec![false; num_buckets],
             earlier: vec![None; num_buckets],
             owed: HashMap::new(),
+            is_settled: vec![false; num_buckets],
+            is_reduced: vec![false; num_buckets],
+            squares: None,
             is_summand: vec![false; num_params],
         }
     }
 
     pub fn has_started(&self, bucket: usize) -> bool {
-        self.started[bucket].is_some()
+        self.started[bucket].is_some() || self.is_reduced[bucket]
+    }
+
+    /// Whether no block owes a bucket anything.
+    fn is_complete(&self, bucket: &Bucket) -> bool {
+        let is_owed = |block: &usize| self.owed.get(block).is_none_or(|owed| *owed > 0);
+        !bucket.blocks.iter().any(is_owed)
+    }
+
+    /// Notes the squares of this rank's part of a bucket that is reduced.
+    fn settle(&mut self, params: &Parameters, index: usize, own: &FlatBuffer) -> Result<()> {
+        let squares = match self.squares.take() {
+            Some(squares) => squares,
+            None => Squares::new(params)?,
+        };
+        squares.set(params, index, own)?;
+        self.squares = Some(squares);
+        self.is_settled[index] = true;
+        Ok(())
     }
 
     pub fn clear(&mut self) {
@@ -80,6 +107,9 @@ impl Reductions {
         self.has_sum.fill(false);
         self.earlier.fill(None);
         self.owed.clear();
+        self.is_settled.fill(false);
+        self.is_reduced.fill(false);
+        self.squares = None;
     }
 }
 
@@ -94,10 +124,14 @@ impl Gradients {
         self.reductions.owed = blocks.map(|block| (block, num_micro_batches)).collect();
         let params = self.params.clone();
         for index in 0..params.layout().num_gradient_buckets() {
-            let Some(sum) = self.reductions.started[index].take() else {
-                continue;
+            let own = match self.reductions.started[index].take() {
+                Some(sum) => sum.finish(params.groups())?,
+                None if std::mem::take(&mut self.reductions.is_reduced[index]) => {
+                    self.sums.own(index)?
+                }
+                None => continue,
             };
-            let own = sum.finish(params.groups())?;
+            self.reductions.is_settled[index] = false;
             match &self.reductions.earlier[index] {
                 Some(earlier) => earlier.add(0, own.tensor())?,
                 None => {
@@ -130,20 +164,81 @@ impl Gradients {
                 self.divide(index)
             });
         }
-        if !params.data_parallel().overlap || self.mesh.replicas.world_size() == 1 {
-            return Ok(());
+        if params.data_parallel().overlap && self.mesh.replicas.world_size() > 1 {
+            self.start_complete()?;
         }
-        // In their order, which is the same on every replica, whatever the order of the passes.
+        match self.sums.is_away() {
+            true => self.put_away(block),
+            false => Ok(()),
+        }
+    }
+
+    /// Starts the reductions of buckets that no block owes anything, in their order, which is the same on every replica, whatever the order of
+    /// the passes.
+    fn start_complete(&mut self) -> Result<()> {
+        let params = self.params.clone();
+        let layout = params.layout();
         for (index, bucket) in layout.buckets.iter().enumerate() {
             if bucket.tie.is_some() {
                 continue;
             }
-            let owed = &self.reductions.owed;
-            let is_owed = |block: &usize| owed.get(block).is_none_or(|owed| *owed > 0);
-            if bucket.blocks.iter().any(is_owed) {
+            if !self.reductions.is_complete(bucket) {
                 break;
             }
-            self.start_reduction(index)?;
+            if !self.reductions.is_settled[index] {
+                self.start_reduction(index)?;
+                self.settle_before(index)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the reduction of all buckets but this one that are under way, if sums are away.
+    fn settle_before(&mut self, last: usize) -> Result<()> {
+        for index in 0..last {
+            if self.sums.is_away() && self.reductions.has_started(index) {
+                self.settle(index)?;
+                self.reductions.is_reduced[index] = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends passes: what is put away is written, so that what this rank holds is what is held of it.
+    pub(crate) fn end_passes(&self) -> Result<()> {
+        self.sums.finish()
+    }
+
+    /// Puts away what a block was the last one to add to in this micro-batch.
+    fn put_away(&mut self, block: usize) -> Result<()> {
+        let params = self.params.clone();
+        let layout = params.layout();
+        for index in 0..layout.num_gradient_buckets() {
+            let is_last = layout.gradient_bucket(index).blocks.first() == Some(&block);
+            if !is_last || self.reductions.has_started(index) {
+                continue;
+            }
+            if let Some(whole) = self.whole[index].take() {
+                self.note_squares(index, &whole)?;
+                self.sums.put(index, whole)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes the squares of what is here of a bucket if it is complete, and no other rank adds to it: it need not come back for that.
+    fn note_squares(&mut self, index: usize, own: &FlatBuffer) -> Result<()> {
+        let (params, groups) = (&self.params, self.params.groups());
+        let Some(bucket) = params.layout().buckets.get(index) else {
+            return Ok(());
+        };
+        let summing = match groups.shards_gradients() {
+            true => &groups.replicate,
+            false => &self.mesh.replicas,
+        };
+        let is_own = bucket.sharing == Sharing::None && bucket.tie.is_none();
+        if is_own && summing.world_size() == 1 && self.reductions.is_complete(bucket) {
+            self.reductions.settle(params, index, own)?;
         }
         Ok(())
     }
@@ -173,11 +268,19 @@ impl Gradients {
             let Some((index, sum)) = self.reductions.dividing.pop_front() else {
                 break;
             };
-            let (slice, sum) = (&self.slices[index], sum.finish(self.params.groups())?);
-            match std::mem::replace(&mut self.reductions.has_sum[index], true) {
+            let sum = sum.finish(self.params.groups())?;
+            let has_sum = std::mem::replace(&mut self.reductions.has_sum[index], true);
+            let slice = self.sums.take(index, has_sum)?;
+            match has_sum {
                 true => slice.add(0, sum.tensor())?,
                 false => slice.write(0, sum.tensor())?,
             }
+            drop(sum);
+            let is_last = !self.reductions.dividing.iter().any(|(of, _)| *of == index);
+            if self.sums.is_away() && is_last {
+                self.note_squares(index, &slice)?;
+            }
+            self.sums.put(index, slice)?;
         }
         Ok(())
     }
@@ -206,7 +309,6 @@ impl Gradients {
     fn sum_and_compare(&mut self, update: Option<&Facts>) -> Result<ReducedGradients> {
         let params = self.params.clone();
         let buckets = &params.layout().buckets;
-        let squares = Tensor::zeros(1, DType::F64, self.mesh.world.device())?;
         let mut reduced = Vec::with_capacity(buckets.len());
         if params.groups().shards_gradients() {
             // What was added by hand, not by a backward pass.
@@ -220,12 +322,18 @@ impl Gradients {
                 self.start_reduction(stage)?;
             }
             if let Some(earlier) = index.checked_sub(1) {
-                let flat = self.finish_stages(earlier)?;
-                // While what was just reduced is in the cache.
-                add_squares(&params, &squares, &buckets[earlier], &flat)?;
-                reduced.push(flat);
+                reduced.extend(self.settle(earlier)?);
             }
         }
+        self.sums.finish()?;
+        let reduced = match self.sums.is_away() {
+            true => ReducedBuckets::Away(Arc::clone(&self.sums)),
+            false => ReducedBuckets::Here(reduced),
+        };
+        let squares = match self.reductions.squares.take() {
+            Some(squares) => squares.sum()?,
+            None => Tensor::zeros(1, DType::F64, self.mesh.world.device())?,
+        };
         let compared = Compared {
             copies: self.compared_copies(&reduced)?,
             update: self.compared_update(update),
@@ -282,7 +390,7 @@ impl Gradients {
     /// An error on every rank if ranks do not have alike what they must.
     fn judge(
         &mut self,
-        reduced: &[FlatBuffer],
+        reduced: &ReducedBuckets,
         sums: &[f64; NUM_SUMS],
         update: Option<&Facts>,
     ) -> Result<()> {
@@ -425,9 +533,10 @@ impl Gradients {
             return Ok(());
         }
         self.check_complete(bucket)?;
-        let Some(whole) = self.whole[index].clone() else {
-            return Ok(()); // The sum is in the slice.
-        };
+        if groups.shards_gradients() || self.reductions.is_settled[index] {
+            return Ok(()); // The sum is in the slice, or done.
+        }
+        let whole = self.whole(index)?.clone();
         // What earlier passes of the step gave to these, and these did not, lies in `earlier`.
         self.write_missing(index, &whole)?;
         let is_summand = &mut self.reductions.is_summand;
@@ -435,6 +544,28 @@ impl Gradients {
         let started = Sum::start(whole, bucket, groups, params.meter())?;
         self.reductions.started[index] = Some(started);
         Ok(())
+    }
+
+    /// Ends the reduction of a bucket: this rank's part of it, unless that is away.
+    fn settle(&mut self, index: usize) -> Result<Option<FlatBuffer>> {
+        if self.reductions.is_settled[index] {
+            return Ok(None);
+        }
+        let own = self.finish_stages(index)?;
+        // While what was just reduced is in the cache.
+        self.reductions.settle(&self.params, index, &own)?;
+        if !self.sums.is_away() {
+            return Ok(Some(own));
+        }
+        let stages: Vec<usize> = self.params.layout().stages_of(index).collect();
+        let whole = stages.iter().map(|&stage| self.whole[stage].take());
+        let whole: Vec<Option<FlatBuffer>> = whole.collect();
+        let kept = match whole.into_iter().next().flatten() {
+            Some(whole) => whole,
+            None => own,
+        };
+        self.sums.put(index, kept)?;
+        Ok(None)
     }
 
     /// This rank's part of a bucket, summed over all ranks and, of tied parameters, over the stages that use them.
@@ -463,8 +594,9 @@ impl Gradients {
         let own = match self.reductions.started[index].take() {
             Some(started) => started.finish(groups)?,
             None => {
-                let slice = self.slices[index].clone();
-                if !self.reductions.has_sum[index] {
+                let has_sum = self.reductions.has_sum[index];
+                let slice = self.sums.take(index, has_sum)?;
+                if !has_sum {
                     // It has what an earlier step left.
                     slice.write(0, &slice.tensor().zeros_like()?)?;
                 }
@@ -511,30 +643,6 @@ impl Gradients {
             }
         }
     }
-}
-
-/// Adds to `sum` the squares of the values of a reduced bucket that this rank owns: each of the model counts on one.
-pub(super) fn add_squares(
-    params: &Parameters,
-    sum: &Tensor,
-    bucket: &Bucket,
-    flat: &FlatBuffer,
-) -> Result<()> {
-    let groups = params.groups();
-    if groups.replicate.rank() > 0 {
-        return Ok(());
-    }
-    let own = groups.own_range(bucket.len);
-    let owned = bucket.slots.iter().flat_map(|slot| {
-        let start = slot.range.start;
-        let owned = params.owned(slot.param).iter();
-        owned.map(move |owned| start + owned.start..start + owned.end)
-    });
-    for owned in joined(owned.map(|owned| intersect(&owned, &own))) {
-        let values = flat.view(owned.start - own.start, owned.len())?;
-        sum_of_squares_into(sum, true, &values)?;
-    }
-    Ok(())
 }
 
 /// From the numbers of each rank.

@@ -1,10 +1,12 @@
 //! Gradients summed over all ranks, and what is asked of them before an update.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use candle_comm::Mesh;
 use candle_core::{Result, Tensor, bail};
 
+use super::sum_store::SumStore;
 use crate::agreement::Facts;
 use crate::params::{FlatBuffer, Parameters};
 use crate::pass::PipelineRank;
@@ -14,8 +16,7 @@ use crate::placement::intersect;
 pub struct ReducedGradients {
     pub(super) params: Parameters,
     pub(super) mesh: Mesh,
-    /// The part of each bucket that is here.
-    pub(super) buckets: Vec<FlatBuffer>,
+    pub(super) buckets: ReducedBuckets,
     /// The buffers that they are parts of, if there are any.
     pub(super) whole: Vec<Option<Tensor>>,
     /// One over the number of targets and over the loss scale.
@@ -29,6 +30,21 @@ pub struct ReducedGradients {
     pub(super) pipeline: Vec<PipelineRank>,
     /// Whether ranks have compared what they say about the update, or do not: those of asynchronous servers.
     pub(super) is_compared: bool,
+}
+
+/// This rank's part of each bucket.
+pub(super) enum ReducedBuckets {
+    Here(Vec<FlatBuffer>),
+    Away(Arc<SumStore>),
+}
+
+impl ReducedBuckets {
+    pub fn get(&self, index: usize) -> Result<FlatBuffer> {
+        match self {
+            Self::Here(buckets) => Ok(buckets[index].clone()),
+            Self::Away(sums) => sums.own(index),
+        }
+    }
 }
 
 /// The loss of a step, over all ranks.
@@ -85,8 +101,16 @@ impl ReducedGradients {
     }
 
     /// This rank's part of bucket `index`.
-    pub(crate) fn bucket(&self, index: usize) -> &FlatBuffer {
-        &self.buckets[index]
+    pub(crate) fn bucket(&self, index: usize) -> Result<FlatBuffer> {
+        self.buckets.get(index)
+    }
+
+    /// Starts to fetch that, if it is away.
+    pub(crate) fn start_fetch(&self, index: usize) -> Result<()> {
+        match &self.buckets {
+            ReducedBuckets::Here(_) => Ok(()),
+            ReducedBuckets::Away(sums) => sums.start_fetch(index),
+        }
     }
 
     /// Scales the gradients by min(1, max_norm / (norm + 1e-6)), as torch's `clip_grad_norm_` does.
@@ -139,8 +163,8 @@ impl ReducedGradients {
 
     fn first_non_finite(&self) -> Result<Option<String>> {
         let mut first: Option<&str> = None;
-        let buckets = self.params.layout().buckets.iter();
-        for (bucket, flat) in buckets.zip(&self.buckets) {
+        for (index, bucket) in self.params.layout().buckets.iter().enumerate() {
+            let flat = self.bucket(index)?;
             let own = self.params.groups().own_range(bucket.len);
             for slot in &bucket.slots {
                 let range = intersect(&slot.range, &own);
@@ -167,8 +191,8 @@ impl ReducedGradients {
     /// Failures of ranks.
     pub fn local_gradients(&self) -> Result<BTreeMap<usize, Tensor>> {
         let mut grads = BTreeMap::new();
-        let buckets = self.params.layout().buckets.iter();
-        for (bucket, flat) in buckets.zip(&self.buckets) {
+        for (index, bucket) in self.params.layout().buckets.iter().enumerate() {
+            let flat = self.bucket(index)?;
             let whole = self.params.groups().shard.all_gather(flat.tensor(), 0)?;
             for slot in &bucket.slots {
                 let grad = whole.narrow(0, slot.range.start, slot.range.len())?;

@@ -9,8 +9,8 @@ use candle_ops::sum_of_squares_into;
 
 use super::accumulate::Gradients;
 use super::gradient_sums::GradientSums;
-use super::reduce::add_squares;
-use super::reduced::{ReducedGradients, ReducedLoss};
+use super::reduced::{ReducedBuckets, ReducedGradients, ReducedLoss};
+use super::squares::Squares;
 use crate::params::{FlatBuffer, Parameters};
 
 impl Gradients {
@@ -34,9 +34,9 @@ impl Gradients {
         }
         let slice = |(index, range): (usize, &Range<usize>)| {
             self.check_complete(&buckets[index])?;
-            match &self.whole[index] {
+            match self.written(index)? {
                 Some(whole) => {
-                    self.write_missing(index, whole)?;
+                    self.write_missing(index, &whole)?;
                     whole.view(range.start, range.len())
                 }
                 None => bail!("replicas have divided the gradients"),
@@ -51,9 +51,11 @@ impl Gradients {
     /// Failures of the device.
     pub fn own_norm(&self) -> Result<f64> {
         let squares = Tensor::zeros(1, DType::F64, self.mesh.world.device())?;
-        for (index, whole) in self.whole.iter().enumerate() {
-            let Some(whole) = whole else { continue };
-            self.write_missing(index, whole)?;
+        for index in 0..self.whole.len() {
+            let Some(whole) = self.written(index)? else {
+                continue;
+            };
+            self.write_missing(index, &whole)?;
             sum_of_squares_into(&squares, true, whole.tensor())?;
         }
         Ok(squares.to_vec1::<f64>()?[0].sqrt())
@@ -91,13 +93,13 @@ impl ReducedGradients {
         let (norm, is_asked_to_stop) = match sums.norm {
             Some(norm) => (norm, sums.asks_to_stop),
             None => {
-                let squares = Tensor::zeros(1, DType::F64, mesh.world.device())?;
-                for (bucket, flat) in layout.buckets.iter().zip(&buckets) {
-                    add_squares(params, &squares, bucket, flat)?;
+                let squares = Squares::new(params)?;
+                for (index, flat) in buckets.iter().enumerate() {
+                    squares.set(params, index, flat)?;
                 }
                 let asking = f64::from(u8::from(sums.asks_to_stop));
                 let asking = Tensor::new(&[asking], mesh.world.device())?;
-                let all = Tensor::cat(&[squares, asking], 0)?;
+                let all = Tensor::cat(&[squares.sum()?, asking], 0)?;
                 let all = mesh.world.all_reduce(&all, ReduceOp::Sum)?;
                 let all = all.to_vec1::<f64>()?;
                 (all[0].sqrt(), all[1] > 0.0)
@@ -108,7 +110,7 @@ impl ReducedGradients {
             params: params.clone(),
             mesh: mesh.clone(),
             whole: vec![None; buckets.len()],
-            buckets,
+            buckets: ReducedBuckets::Here(buckets),
             clip: 1.0,
             scale: 1.0 / divisor,
             norm: norm / divisor,

@@ -11,7 +11,6 @@ pub(super) struct PlannedStore {
     bytes: Vec<usize>,
     /// Of each, the one that is changed after it.
     next: Vec<Option<usize>>,
-    is_file: bool,
     /// The item that was fetched and not yet changed.
     ahead: Option<usize>,
     /// The one that is on its way back.
@@ -32,7 +31,6 @@ impl PlannedStore {
             category,
             bytes,
             next,
-            is_file: matches!(place, OffloadPlace::File(_)),
             ahead: None,
             behind: None,
         })
@@ -51,7 +49,17 @@ impl PlannedStore {
         }
     }
 
-    /// It ends.
+    /// An item comes that was not on its way.
+    pub fn take(&self, item: usize, held: &mut Held) {
+        self.fetch(item, held);
+    }
+
+    /// An item goes and is not written back.
+    pub fn release(&self, item: usize, held: &mut Held) {
+        self.free(Some(item), held);
+    }
+
+    /// The change of an item ends: it goes back.
     pub fn end(&mut self, item: usize, held: &mut Held) {
         let written = self.behind.replace(item);
         self.free(written, held);
@@ -59,10 +67,8 @@ impl PlannedStore {
 
     /// All that was changed is written.
     pub fn finish(&mut self, held: &mut Held) {
-        if self.is_file {
-            let written = self.behind.take();
-            self.free(written, held);
-        }
+        let written = self.behind.take();
+        self.free(written, held);
     }
 
     fn fetch(&self, item: usize, held: &mut Held) {

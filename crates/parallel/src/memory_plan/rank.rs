@@ -10,7 +10,7 @@ use super::planned_store::PlannedStore;
 use super::{PlannedPasses, PlannedUpdate, PlannedWork};
 use crate::memory::MemoryCategory;
 use crate::offload::OffloadPlace;
-use crate::optimizer::{BucketShape, max_gathers, next_in};
+use crate::optimizer::{BucketShape, max_gathers};
 use crate::params::{Bucket, RankSpec, ReduceType, ReplicaGroups, Sharing, is_adopted};
 use crate::placement::{intersect, part};
 use crate::schedule::{Instruction, Plan};
@@ -27,8 +27,9 @@ pub(super) struct PlannedRank<'a> {
     list: Vec<Instruction>,
     trains: bool,
     updates: bool,
-    /// The optimizer's state, and the weights, if they are not on the device.
+    /// The optimizer's state, sums of gradients, and the weights, if they are not on the device.
     state: Option<PlannedStore>,
+    sums: Option<PlannedStore>,
     weights: Option<PlannedStore>,
     held: Held,
     /// Blocks before the first one that is trained, if the first stage is here.
@@ -39,12 +40,14 @@ pub(super) struct PlannedRank<'a> {
     gathered: Vec<Gathered>,
     /// Of each, whether this rank has its part of a second copy.
     has_copy: Vec<bool>,
-    /// Whether a bucket of gradients that replicas divide exists whole.
+    /// Whether a bucket of gradients that replicas divide, or that is away, exists whole.
     is_whole: Vec<bool>,
     /// Divided buckets that are being summed.
     dividing: VecDeque<usize>,
     /// Whether the sum of a bucket has started.
     is_summed: Vec<bool>,
+    /// Whether it is over, and nothing is left to be known of it.
+    is_settled: Vec<bool>,
     /// Of each block how many micro-batches it owes.
     owed: BTreeMap<usize, usize>,
     /// Updated weights on their way: the first block that uses them, and bytes.
@@ -97,7 +100,11 @@ impl<'a> PlannedRank<'a> {
         for pair in order.windows(2) {
             after[pair[0]] = Some(pair[1]);
         }
-        let weights = PlannedStore::new(place, MemoryCategory::Gathered, slices, after, &mut held);
+        let mut after_sums = after.clone();
+        after_sums.resize(spec.layout.num_gradient_buckets(), None);
+        let next = after.clone();
+        let weights = PlannedStore::new(place, MemoryCategory::Gathered, slices, next, &mut held);
+        let mut sums = None;
         if trains {
             let gradients = spec.layout.of_gradients().map(|bucket| {
                 let len = match groups.shards_gradients() {
@@ -106,22 +113,25 @@ impl<'a> PlannedRank<'a> {
                 };
                 GRADIENT_BYTES * len
             });
-            held.hold(MemoryCategory::Gradients, gradients.sum());
+            let gradients: Vec<usize> = gradients.collect();
+            let of_all = gradients.iter().sum();
+            sums = PlannedStore::new(
+                work.offload.place_of_gradients(0, work.on_gpu),
+                MemoryCategory::Gradients,
+                gradients,
+                after_sums,
+                &mut held,
+            );
+            if sums.is_none() {
+                held.hold(MemoryCategory::Gradients, of_all);
+            }
         }
         let mut state = None;
         if let Some(update) = &work.update {
             let bytes = state_bytes(spec, &groups, update)?;
             let place = work.offload.place_of_optimizer(0, work.on_gpu);
-            let next = next_in(&order).into_iter().enumerate();
-            let next = next.map(|(index, next)| Some(next).filter(|next| *next != index));
             let of_all = bytes.iter().sum();
-            state = PlannedStore::new(
-                place,
-                MemoryCategory::Optimizer,
-                bytes,
-                next.collect(),
-                &mut held,
-            );
+            state = PlannedStore::new(place, MemoryCategory::Optimizer, bytes, after, &mut held);
             if state.is_none() {
                 held.hold(MemoryCategory::Optimizer, of_all);
             }
@@ -146,12 +156,14 @@ impl<'a> PlannedRank<'a> {
             num_frozen: num_frozen(spec, work.passes.as_ref()),
             updates: work.update.is_some(),
             state,
+            sums,
             weights,
             gathered: vec![Gathered::default(); spec.num_buckets()],
             has_copy: vec![false; spec.num_buckets()],
             is_whole: vec![false; num_gradients],
             dividing: VecDeque::new(),
             is_summed: vec![false; num_gradients],
+            is_settled: vec![false; num_gradients],
             owed: BTreeMap::new(),
             pending: VecDeque::new(),
             passes: work.passes,
@@ -174,7 +186,9 @@ impl<'a> PlannedRank<'a> {
                 .flat_map(|stage| layout.blocks(stage));
             let num_micro_batches = passes.plan.num_micro_batches();
             self.owed = blocks.map(|block| (block, num_micro_batches)).collect();
-            self.free_gathered();
+            if self.trains {
+                self.free_gathered();
+            }
             let list = std::mem::take(&mut self.list);
             for (place, &instruction) in list.iter().enumerate() {
                 let after = list[place + 1..].iter();
@@ -502,15 +516,22 @@ impl<'a> PlannedRank<'a> {
     /// A block writes to its gradients.
     fn write_gradients(&mut self, block: usize) {
         let layout = &self.spec.layout;
-        if !self.groups.shards_gradients() {
-            return;
-        }
         for index in 0..layout.num_gradient_buckets() {
-            if layout.gradient_bucket(index).blocks.contains(&block) && !self.is_whole[index] {
-                self.is_whole[index] = true;
-                self.held
-                    .hold(MemoryCategory::Buffers, self.gradient_bytes(index));
+            if layout.gradient_bucket(index).blocks.contains(&block) {
+                self.take_whole(index);
             }
+        }
+    }
+
+    /// A bucket is to be whole, which it always is unless it is divided or away.
+    fn take_whole(&mut self, index: usize) {
+        let bytes = self.gradient_bytes(index);
+        self.is_settled[index] = false;
+        match (self.groups.shards_gradients(), &self.sums) {
+            (false, None) => {}
+            _ if std::mem::replace(&mut self.is_whole[index], true) => {}
+            (true, _) => self.held.hold(MemoryCategory::Buffers, bytes),
+            (false, Some(sums)) => sums.take(index, &mut self.held),
         }
     }
 
@@ -527,18 +548,54 @@ impl<'a> PlannedRank<'a> {
             }
             return;
         }
-        if !self.groups.config.overlap || self.spec.num_replicas == 1 {
-            return;
-        }
-        for (index, bucket) in layout.buckets.iter().enumerate() {
+        let overlaps = self.groups.config.overlap && self.spec.num_replicas > 1;
+        for (index, bucket) in layout.buckets.iter().enumerate().filter(|_| overlaps) {
             if bucket.tie.is_some() {
                 continue;
             }
-            let is_owed = |block: &usize| self.owed.get(block).is_none_or(|owed| *owed > 0);
-            if bucket.blocks.iter().any(is_owed) {
+            if !self.is_complete(bucket) {
                 break;
             }
             self.start_sum(index);
+            for earlier in 0..index {
+                if self.sums.is_some() && self.is_summed[earlier] {
+                    self.settle(earlier);
+                }
+            }
+        }
+        for index in 0..layout.num_gradient_buckets() {
+            let is_last = layout.gradient_bucket(index).blocks.first() == Some(&block);
+            if is_last && !self.is_summed[index] && std::mem::take(&mut self.is_whole[index]) {
+                self.note_squares(index);
+                self.put(index);
+            }
+        }
+    }
+
+    fn is_complete(&self, bucket: &Bucket) -> bool {
+        let is_owed = |block: &usize| self.owed.get(block).is_none_or(|owed| *owed > 0);
+        !bucket.blocks.iter().any(is_owed)
+    }
+
+    /// A sum that is away goes back.
+    fn put(&mut self, index: usize) {
+        if let Some(sums) = &mut self.sums {
+            sums.end(index, &mut self.held);
+        }
+    }
+
+    /// What no other rank adds to need not come back to be summed.
+    fn note_squares(&mut self, index: usize) {
+        let Some(bucket) = self.spec.layout.buckets.get(index) else {
+            return;
+        };
+        let num_ranks = match self.groups.shards_gradients() {
+            true => self.groups.replicate.world_size(),
+            false => self.spec.num_replicas,
+        };
+        let is_own = bucket.sharing == Sharing::None && bucket.tie.is_none();
+        if is_own && num_ranks == 1 && self.is_complete(bucket) {
+            self.is_settled[index] = true;
         }
     }
 
@@ -558,13 +615,23 @@ impl<'a> PlannedRank<'a> {
             let Some(index) = self.dividing.pop_front() else {
                 return;
             };
-            let bytes = self.gradient_bytes(index) + self.copy_bytes(index);
-            self.held.free(MemoryCategory::Buffers, bytes);
+            self.held
+                .free(MemoryCategory::Buffers, self.copy_bytes(index));
+            if let Some(sums) = &self.sums {
+                sums.take(index, &mut self.held);
+            }
+            self.held
+                .free(MemoryCategory::Buffers, self.gradient_bytes(index));
+            if self.sums.is_some() && !self.dividing.contains(&index) {
+                self.note_squares(index);
+            }
+            self.put(index);
         }
     }
 
     fn start_sum(&mut self, index: usize) {
-        if !std::mem::replace(&mut self.is_summed[index], true) {
+        if !self.is_settled[index] && !std::mem::replace(&mut self.is_summed[index], true) {
+            self.take_whole(index);
             let bytes = self.copy_bytes(index);
             self.held.hold(MemoryCategory::Buffers, bytes);
         }
@@ -574,23 +641,64 @@ impl<'a> PlannedRank<'a> {
     fn reduce(&mut self) {
         let layout = &self.spec.layout;
         if self.groups.shards_gradients() {
+            self.finish_sums();
             (0..layout.num_gradient_buckets()).for_each(|index| self.divide(index));
-            return self.finish_dividing(0);
+            self.finish_dividing(0);
         }
         for index in 0..=layout.buckets.len() {
             for stage in layout.stages_of(index) {
-                self.start_sum(stage);
+                if !self.groups.shards_gradients() {
+                    self.start_sum(stage);
+                }
             }
-            for stage in index
-                .checked_sub(1)
-                .into_iter()
-                .flat_map(|done| layout.stages_of(done))
-            {
+            if let Some(earlier) = index.checked_sub(1) {
+                self.settle(earlier);
+            }
+        }
+        self.finish_sums();
+        if let Some(sums) = &self.sums {
+            // Copies are compared together.
+            let buckets = layout.buckets.iter().enumerate();
+            let copies = buckets.filter(|(_, bucket)| bucket.sharing == Sharing::Copies);
+            let copies: Vec<usize> = copies.map(|(index, _)| index).collect();
+            for &index in &copies {
+                sums.take(index, &mut self.held);
+            }
+            for &index in &copies {
+                sums.release(index, &mut self.held);
+            }
+        }
+        self.is_settled.fill(false);
+    }
+
+    fn finish_sums(&mut self) {
+        if let Some(sums) = &mut self.sums {
+            sums.finish(&mut self.held);
+        }
+    }
+
+    /// The sum of a bucket ends.
+    fn settle(&mut self, index: usize) {
+        if std::mem::replace(&mut self.is_settled[index], true) {
+            return;
+        }
+        let is_divided = self.groups.shards_gradients();
+        for stage in self.spec.layout.stages_of(index) {
+            if std::mem::take(&mut self.is_summed[stage]) {
                 let bytes = self.copy_bytes(stage);
                 self.held.free(MemoryCategory::Buffers, bytes);
             }
+            if let Some(sums) = self.sums.as_ref().filter(|_| is_divided) {
+                sums.take(stage, &mut self.held);
+            }
         }
-        self.is_summed.fill(false);
+        for stage in self.spec.layout.stages_of(index) {
+            self.is_whole[stage] = false;
+            match &self.sums {
+                Some(sums) if stage != index => sums.release(stage, &mut self.held),
+                _ => self.put(stage),
+            }
+        }
     }
 
     fn update(&mut self) {
@@ -600,9 +708,12 @@ impl<'a> PlannedRank<'a> {
         let max_gathers = max_gathers(&self.groups);
         for index in self.spec.layout.in_forward_order() {
             let bucket = &self.spec.layout.buckets[index];
-            let stores = [&mut self.weights, &mut self.state];
+            let stores = [&mut self.sums, &mut self.weights, &mut self.state];
             for store in stores.into_iter().flatten() {
                 store.begin(index, &mut self.held);
+            }
+            if let Some(sums) = &self.sums {
+                sums.release(index, &mut self.held);
             }
             let stores = [&mut self.state, &mut self.weights];
             for store in stores.into_iter().flatten() {
@@ -611,7 +722,8 @@ impl<'a> PlannedRank<'a> {
             if gathers {
                 self.wait_for_all_but(max_gathers.saturating_sub(1));
                 // Weights in f32 pass through the buffer of the gradients, if that is there.
-                let has_buffer = self.trains && !self.groups.shards_gradients();
+                let is_here = self.sums.is_none() && !self.groups.shards_gradients();
+                let has_buffer = self.trains && is_here;
                 let bytes = match has_buffer && bucket.dtype == DType::F32 {
                     true => 0,
                     false => bytes(bucket),

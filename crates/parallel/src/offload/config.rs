@@ -20,6 +20,10 @@ pub struct Offload {
     /// Weights, of which only those of the block that runs are on the device, and of the one after it (arXiv:2104.07857). Where replicas
     /// divide something (ZeRO-1 to 3) each keeps its slice, and a block's are gathered for its passes.
     pub params: bool,
+    /// Gradients: a block's leave when its backward pass is over, and come back for its update, or to be added to. Several calls of
+    /// [`Pipeline::forward_backward`](crate::Pipeline::forward_backward) in one step over replicas that sum whole buckets (ZeRO-0 and 1, with
+    /// overlap) keep the sums of the earlier ones on the device.
+    pub gradients: bool,
     /// Folders of files, one for each rank, which vanish with its process; ranks take the folders in turn. Without any: the host's memory,
     /// which on the CPU is the device's.
     pub dirs: Vec<PathBuf>,
@@ -34,10 +38,11 @@ impl Offload {
         }
     }
 
-    /// Weights and the optimizer's state in the host's memory.
+    /// Weights, gradients and the optimizer's state in the host's memory.
     pub fn all() -> Self {
         Self {
             params: true,
+            gradients: true,
             ..Self::optimizer()
         }
     }
@@ -75,6 +80,11 @@ impl Offload {
         self.place(self.params, rank, on_gpu)
     }
 
+    /// Where a rank keeps sums of gradients.
+    pub(crate) fn place_of_gradients(&self, rank: usize, on_gpu: bool) -> OffloadPlace<'_> {
+        self.place(self.gradients, rank, on_gpu)
+    }
+
     fn place(&self, leaves: bool, rank: usize, on_gpu: bool) -> OffloadPlace<'_> {
         let turn = rank.checked_rem(self.dirs.len());
         match turn.and_then(|turn| self.dirs.get(turn)) {
@@ -110,22 +120,26 @@ impl OffloadPlace<'_> {
 /// As `--offload` has it: words of a list.
 impl fmt::Display for Offload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let (true, false, [dir]) = (self.optimizer, self.params, self.dirs.as_slice()) {
-            return write!(f, "nvme:{}", dir.display());
+        let words = [
+            (self.optimizer, "optimizer"),
+            (self.gradients, "gradients"),
+            (self.params, "params"),
+        ];
+        let chosen = words.iter().filter(|(is_chosen, _)| *is_chosen);
+        let chosen: Vec<&str> = chosen.map(|(_, word)| *word).collect();
+        match (chosen.as_slice(), self.dirs.as_slice()) {
+            (["optimizer"], [dir]) => write!(f, "nvme:{}", dir.display()),
+            ([], _) => f.write_str("none"),
+            (chosen, _) if chosen.len() == words.len() => f.write_str("all"),
+            (chosen, _) => f.write_str(&chosen.join(",")),
         }
-        f.write_str(match (self.optimizer, self.params) {
-            (true, true) => "all",
-            (true, false) => "optimizer",
-            (false, true) => "params",
-            (false, false) => "none",
-        })
     }
 }
 
 impl FromStr for Offload {
     type Err = Error;
 
-    /// A list of `optimizer` and `params`, or `all`; `nvme:DIR` is the optimizer's state in that folder.
+    /// A list of `optimizer`, `gradients` and `params`, or `all`; `nvme:DIR` is the optimizer's state in that folder.
     fn from_str(text: &str) -> Result<Self> {
         if let Some(("nvme", dir)) = text.split_once(':')
             && !dir.is_empty()
@@ -136,11 +150,12 @@ impl FromStr for Offload {
         for word in text.split(',').map(str::trim) {
             match word {
                 "optimizer" => offload.optimizer = true,
+                "gradients" => offload.gradients = true,
                 "params" => offload.params = true,
                 "all" => offload = Self::all(),
                 _ => {
                     return Err(Error::Msg(format!(
-                        "expected a list of `optimizer` and `params`, or `all`, or `nvme:DIR`, got `{text}`"
+                        "expected a list of `optimizer`, `gradients` and `params`, or `all`, or `nvme:DIR`, got `{text}`"
                     )));
                 }
             }

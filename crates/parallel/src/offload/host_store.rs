@@ -129,6 +129,12 @@ impl HostStore {
         Ok(())
     }
 
+    /// Frees on the GPU what was stored last, once that is on the host.
+    pub fn finish(&self) -> Result<()> {
+        self.items().behind = None;
+        Ok(())
+    }
+
     pub fn forget(&self, index: usize) -> Result<()> {
         self.items().forget(index);
         Ok(())

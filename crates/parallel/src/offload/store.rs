@@ -108,10 +108,11 @@ impl OffloadStore {
         }
     }
 
-    /// Waits until a file has what was stored; memory of the host gets it while the GPU computes.
+    /// Waits until a file has what was stored, so that nothing of it is held any more; memory of the host gets it in the order of the GPU's
+    /// work.
     pub fn finish(&self) -> Result<()> {
         match &self.place {
-            Place::Host(_) => Ok(()),
+            Place::Host(host) => host.finish(),
             Place::File(file) => file.finish(),
         }
     }

@@ -10,16 +10,17 @@ use crate::params::Slot;
 use crate::placement::{intersect, offset_by};
 
 impl DistributedOptimizer {
-    /// Updates this rank's part of a bucket's parameters, group by group.
+    /// Updates this rank's part of a bucket's parameters, group by group; the state of the bucket `next` comes meanwhile.
     pub(super) fn update_bucket(
         &self,
-        index: usize,
+        (index, next): (usize, Option<usize>),
         reduced: &ReducedGradients,
         number: usize,
         lr: f64,
     ) -> Result<()> {
         let bucket = &self.params.layout().buckets[index];
-        self.store.update(index, |state| {
+        self.store.change(index, next, |state| {
+            let grad = reduced.bucket(index)?;
             for slots in self.rules.by_group(bucket) {
                 let group = slots.first().and_then(|slot| self.rules.group(slot.param));
                 let step = UpdateStep {
@@ -28,8 +29,7 @@ impl DistributedOptimizer {
                     weight_decay: group.and_then(|group| group.weight_decay),
                     grad_scale: reduced.scale(),
                 };
-                let grad = reduced.bucket(index).tensor();
-                self.update_group(index, &slots, grad, state, &step)?;
+                self.update_group(index, &slots, grad.tensor(), state, &step)?;
             }
             Ok(())
         })

@@ -17,7 +17,7 @@ use crate::agreement::Facts;
 use crate::gradients::{Gradients, ReducedGradients, ReducedLoss};
 use crate::memory::{MemoryCategory, num_bytes};
 use crate::params::{
-    BucketWeights, FlatBuffer, Parameters, ReplicaGroups, SaveSource, ShardedWeights, gather_range,
+    BucketWeights, FlatBuffer, Parameters, ReplicaGroups, SaveSource, gather_range,
 };
 use crate::pass::PipelineRank;
 use crate::placement::intersect;
@@ -312,7 +312,10 @@ impl DistributedOptimizer {
         for (place, &index) in order.iter().enumerate() {
             let bucket = &layout.buckets[index];
             let next = order.get(place + 1).copied();
-            let update = || self.update_bucket(index, &reduced, number, lr);
+            for index in [Some(index), next].into_iter().flatten() {
+                reduced.start_fetch(index)?;
+            }
+            let update = || self.update_bucket((index, next), &reduced, number, lr);
             params.change_weights(index, next, update).map_err(|err| {
                 let first = bucket.slots.first();
                 let name = first.map_or("nothing", |slot| &params.get(slot.param).name);
@@ -327,9 +330,6 @@ impl DistributedOptimizer {
             }
             params.pending().wait_for_all_but(max_gathers)?;
         }
-        self.store.finish()?;
-        let mut sharded = params.sharded().into_iter();
-        sharded.try_for_each(ShardedWeights::finish_changes)?;
         self.set_num_steps(number);
         Ok(())
     }
@@ -381,7 +381,12 @@ fn new_store(params: &Parameters, rules: &Rules, mesh: &Mesh) -> Result<StateSto
         let shape = rules.shape(index, params)?;
         let zeros = |&len: &usize| Ok(FlatBuffer::zeros(len, device)?.into_tensor());
         let masters = |dtype| {
-            params.change_weights(index, None, || master_weights(params, index, dtype, device))
+            let masters = || master_weights(params, index, dtype, device);
+            match dtype {
+                // What the weights have of them is a part of the weights.
+                DType::I16 => params.change_weights(index, None, masters),
+                _ => masters(),
+            }
         };
         Ok(BucketState {
             state: shape.kinds.iter().map(zeros).collect::<Result<_>>()?,
@@ -389,7 +394,6 @@ fn new_store(params: &Parameters, rules: &Rules, mesh: &Mesh) -> Result<StateSto
         })
     };
     let place = (params.offload()).place_of_optimizer(mesh.world.rank(), !device.is_cpu());
-    let (order, meter) = (layout.in_forward_order(), params.meter());
     let shapes = shapes.collect::<Result<_>>()?;
-    StateStore::new(place, device, meter, shapes, &order, initial)
+    StateStore::new(place, device, params.meter(), shapes, initial)
 }

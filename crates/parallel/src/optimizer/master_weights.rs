@@ -96,7 +96,7 @@ impl DistributedOptimizer {
             Ok(changed)
         };
         self.params
-            .change_weights(index, None, || self.store.change(index, change))
+            .change_weights(index, None, || self.store.change(index, None, change))
     }
 
     /// The bucket with its masters in f32: on the host, if only remainders are kept.

@@ -37,8 +37,6 @@ enum Place {
     Away {
         store: Box<OffloadStore>,
         shapes: Vec<BucketShape>,
-        /// Of each bucket, the one that is updated after it.
-        next: Vec<usize>,
     },
 }
 
@@ -78,15 +76,6 @@ impl BucketShape {
     }
 }
 
-/// Of each bucket the one that is updated after it, if `order` is that of updates; the first one after the last.
-pub(crate) fn next_in(order: &[usize]) -> Vec<usize> {
-    let mut next = vec![0; order.len()];
-    for (place, &index) in order.iter().enumerate() {
-        next[index] = order[(place + 1) % order.len()];
-    }
-    next
-}
-
 impl BucketState {
     /// All tensors: those of the state, then the masters.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
@@ -95,7 +84,7 @@ impl BucketState {
 }
 
 impl StateStore {
-    /// Buckets of these shapes where `place` says, with the values that `make` gives each on `device`; `order` is that of updates.
+    /// Buckets of these shapes where `place` says, with the values that `make` gives each on `device`.
     ///
     /// # Errors
     /// Memory or space that is missing, and files that cannot be written.
@@ -104,7 +93,6 @@ impl StateStore {
         device: &Device,
         meter: &MemoryMeter,
         shapes: Vec<BucketShape>,
-        order: &[usize],
         mut make: impl FnMut(usize) -> Result<BucketState>,
     ) -> Result<Self> {
         let items = shapes.iter().map(|shape| shape.tensors().collect());
@@ -119,7 +107,6 @@ impl StateStore {
             Some(store) => Place::Away {
                 store: Box::new(store),
                 shapes,
-                next: next_in(order),
             },
             None => {
                 let buckets = (0..shapes.len()).map(make).collect::<Result<_>>()?;
@@ -143,37 +130,9 @@ impl StateStore {
         }
     }
 
-    /// Lets `change` write to the tensors of bucket `index`.
+    /// Lets `change` write to the tensors of bucket `index`; those of `next`, which is to be changed after it, come meanwhile. Without one all
+    /// changes are written when this returns.
     pub fn change<T>(
-        &self,
-        index: usize,
-        change: impl FnOnce(&BucketState) -> Result<T>,
-    ) -> Result<T> {
-        self.change_before(index, None, change)
-    }
-
-    /// As [`Self::change`]; the bucket that is next in the order of updates is fetched meanwhile.
-    pub fn update<T>(
-        &self,
-        index: usize,
-        update: impl FnOnce(&BucketState) -> Result<T>,
-    ) -> Result<T> {
-        let next = match &self.0 {
-            Place::Resident { .. } => None,
-            Place::Away { next, .. } => Some(next[index]).filter(|next| *next != index),
-        };
-        self.change_before(index, next, update)
-    }
-
-    /// Waits until what was changed is written, if it is in a file.
-    pub fn finish(&self) -> Result<()> {
-        match &self.0 {
-            Place::Resident { .. } => Ok(()),
-            Place::Away { store, .. } => store.finish(),
-        }
-    }
-
-    fn change_before<T>(
         &self,
         index: usize,
         next: Option<usize>,
@@ -188,6 +147,9 @@ impl StateStore {
                 }
                 let changed = change(&shapes[index].assemble(&item.tensors))?;
                 store.store(index, item)?;
+                if next.is_none() {
+                    store.finish()?;
+                }
                 Ok(changed)
             }
         }

@@ -136,6 +136,13 @@ impl DataParallel {
                  leave it out"
             )
         }
+        if self.tile_linears > 1 {
+            bail!(
+                "zero-secondary({len}) is given with tile-linears({}), whose tiles come from the slices of all replicas\nhint: leave one of \
+                 the two out",
+                self.tile_linears
+            )
+        }
         let (name, num_slices) = match self.zero_group {
             Some(group) => ("zero-group", group),
             None => ("dp", dp),
@@ -271,6 +278,11 @@ impl ReplicaGroups {
     pub fn shards_weights(&self) -> bool {
         let is_divided = self.config.zero == ZeroStage::Three && self.shard.world_size() > 1;
         is_divided || self.offloads_weights
+    }
+
+    /// Whether each pass gathers weights from other replicas, so that all of them must make the same passes.
+    pub fn gathers_weights(&self) -> bool {
+        self.shards_weights() && self.shard.world_size() > 1
     }
 
     /// In what form the gradients of a bucket move; without replicas they do not.

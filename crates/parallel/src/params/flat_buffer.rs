@@ -1,5 +1,6 @@
 //! One contiguous f32 buffer that many parameters share.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -33,6 +34,22 @@ impl FlatBuffer {
         Ok(Self {
             values: flat.to_dtype(DType::F32)?,
             _held: None,
+        })
+    }
+
+    /// What came from where it was kept, counted as it is there.
+    pub fn fetched(values: Tensor, held: MemoryGuard) -> Self {
+        Self {
+            values,
+            _held: Some(Arc::new(held)),
+        }
+    }
+
+    /// A part of the buffer, all of which counts while the part is there.
+    pub fn part(&self, range: &Range<usize>) -> Result<Self> {
+        Ok(Self {
+            values: self.view(range.start, range.len())?,
+            _held: self._held.clone(),
         })
     }
 

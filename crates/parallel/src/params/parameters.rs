@@ -138,7 +138,7 @@ impl Parameters {
         } else if groups.shards_weights() {
             let again = || {
                 candle_core::Error::msg(
-                    "a second model is built from a parameter store whose weights replicas divide (ZeRO-3)\nhint: open a store \
+                    "a second model is built from a parameter store whose weights replicas divide (ZeRO-3) or are offloaded\nhint: open a store \
                      for each model",
                 )
             };
@@ -306,7 +306,11 @@ impl Parameters {
         };
         let groups = self.groups();
         let (slices, own) = (groups.slices(bucket.len), sharded.slice(place)?);
-        let values = gather_range(&slot.range, &slices, &own, &groups.shard)?;
+        let mut values = gather_range(&slot.range, &slices, &own, &groups.shard)?;
+        if groups.offloads_weights && groups.shard.world_size() == 1 {
+            // What comes next takes the place of what has come.
+            values = values.copy()?;
+        }
         param.unpacked(values.reshape(param.local_shape())?)
     }
 

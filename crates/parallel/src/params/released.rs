@@ -85,8 +85,8 @@ impl Param {
             return Ok(());
         }
         bail!(
-            "the values of parameter {} are not in memory: they were released, or replicas divide them (ZeRO-3) and its block is \
-             not running\nhint: refill what was released before its block runs; Parameters::values gathers what is divided",
+            "the values of parameter {} are not in memory: they were released, or replicas divide them (ZeRO-3) or they are offloaded, and its \
+             block is not running\nhint: refill what was released before its block runs; Parameters::values gets what is divided or offloaded",
             self.name
         )
     }

@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor, bail};
 use super::changes::SaveSource;
 use super::layout::Bucket;
 use super::parameters::Parameters;
-use crate::placement::{intersect, offset_by};
+use crate::placement::intersect;
 
 impl Parameters {
     /// Of each bucket of trainable parameters the values that this rank updates.
@@ -71,7 +71,8 @@ impl Parameters {
                 buckets.len()
             );
         }
-        for (bucket, (range, slice)) in buckets.iter().zip(ranges.iter().zip(slices)) {
+        for (index, (range, slice)) in ranges.iter().zip(slices).enumerate() {
+            let bucket = &buckets[index];
             if (slice.dims1()?, slice.dtype()) != (range.len(), bucket.dtype)
                 || range.end > bucket.len
             {
@@ -81,18 +82,19 @@ impl Parameters {
                     bucket.dtype.as_str()
                 );
             }
-            for slot in &bucket.slots {
-                let mine = intersect(&slot.range, range);
-                if mine.is_empty() {
-                    continue;
+            self.change_weights(index, None, || {
+                for slot in &bucket.slots {
+                    let mine = intersect(&slot.range, range);
+                    if mine.is_empty() {
+                        continue;
+                    }
+                    let values = slice.narrow(0, mine.start - range.start, mine.len())?;
+                    let place = self.own_weights(index, slot, &mine)?;
+                    place.slice_set(&values, 0, 0)?;
+                    self.set_save_source(slot.param, SaveSource::Update);
                 }
-                let values = slice.narrow(0, mine.start - range.start, mine.len())?;
-                let place = self
-                    .get(slot.param)
-                    .flat_part(&offset_by(&mine, slot.range.start))?;
-                place.slice_set(&values, 0, 0)?;
-                self.set_save_source(slot.param, SaveSource::Update);
-            }
+                Ok(())
+            })?;
         }
         self.set_num_updates(num_updates);
         Ok(())

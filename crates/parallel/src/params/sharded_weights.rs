@@ -43,7 +43,7 @@ struct ShardedBucket {
     slices: Vec<Range<usize>>,
     params: Vec<(Param, Slot)>,
     state: Mutex<Residence>,
-    /// This rank's part of the second copy, from the first time that the bucket is gathered to the next update.
+    /// This rank's part of the second copy, from the first time that the bucket is gathered to the next update, or the next call of passes.
     copy: Mutex<Option<(Tensor, MemoryGuard)>>,
     /// Whether its weights are gathered in 8 bits.
     is_quantized: bool,
@@ -177,6 +177,7 @@ impl ShardedWeights {
     }
 
     /// Lets `change` write to what [`Self::slice`] gives of a bucket; the slice of `next`, which is to be changed after it, comes meanwhile.
+    /// Without one all changes are written when this returns.
     pub fn change<T>(
         &self,
         bucket: usize,
@@ -195,15 +196,14 @@ impl ShardedWeights {
         *lock(&self.buckets[bucket].slice) = Some(item);
         let changed = change();
         let item = lock(&self.buckets[bucket].slice).take();
+        let changed = changed?;
         if let Some(item) = item {
             away.store(bucket, item)?;
         }
-        changed
-    }
-
-    /// Waits until what was changed is written, if it is in a file.
-    pub fn finish_changes(&self) -> Result<()> {
-        self.away.iter().try_for_each(OffloadStore::finish)
+        match next {
+            Some(_) => Ok(changed),
+            None => away.finish().map(|()| changed),
+        }
     }
 
     fn needed(&self, block: usize) -> &[usize] {

@@ -83,7 +83,7 @@ impl Pipeline {
             let passes = passes.map(|pass| Ok(pass?.evaluating()));
             let passes = passes.collect::<Result<Vec<_>>>()?;
             if let Some(check) = &self.input_check {
-                check.run(&passes, part.params().groups().shards_weights())?;
+                check.run(&passes, part.params().groups().gathers_weights())?;
             }
             if passes.is_empty() {
                 return Ok(sums);

@@ -116,8 +116,9 @@ impl InputCheck {
             }
             if counts_are_equal && given.get(1) != all[0].get(1) {
                 bail!(
-                    "replicas have unequal numbers of micro-batches: {}\nhint: with ZeRO-2 and ZeRO-3 each micro-batch's \
-                     gradients or weights move between replicas; give all of them as many, or use ZeRO-1",
+                    "replicas have unequal numbers of micro-batches: {}\nhint: with ZeRO-2, ZeRO-3 and offloaded weights \
+                     that replicas divide each micro-batch's gradients or weights move between replicas; give all of them as many, or use ZeRO-1 \
+                     (ZeRO-0 if weights are offloaded)",
                     difference(0, &all[0], rank, given)
                 );
             }

@@ -96,8 +96,8 @@ fn about_released_while_building(err: Error) -> Error {
     match is_about_released(&err) {
         false => err,
         true => err.context(
-            "the values of parameters are not in memory while blocks are built with ZeRO-3\nhint: compute with them in the forward pass; \
-             even without ZeRO-3, what is computed from them while the block is built never sees an update",
+            "the values of parameters are not in memory while blocks are built with ZeRO-3 or offloaded weights\nhint: compute with them in \
+             the forward pass; even without these, what is computed from them while the block is built never sees an update",
         ),
     }
 }
@@ -387,8 +387,8 @@ impl ModelPart {
         match self.params.missed(&block.params, fails) {
             None => err,
             Some(param) => err.context(format!(
-                "block {} uses the values of parameter {}, for which another block asked: as replicas divide the weights (ZeRO-3), they \
-                 are in memory for blocks that asked for them only\nhint: each block that uses a shared weight asks for it, by \
+                "block {} uses the values of parameter {}, for which another block asked: as replicas divide the weights (ZeRO-3) or they are \
+                 offloaded, they are in memory for blocks that asked for them only\nhint: each block that uses a shared weight asks for it, by \
                  vb.tied(), instead of keeping another block's tensor",
                 block.index, param.name
             )),

@@ -171,7 +171,9 @@ impl Pipeline {
         let params = part.params();
         self.channels(part)?.check()?;
         if let Some(check) = &self.input_check {
-            check.run(micro_batches, params.groups().shards_gradients())?;
+            let groups = params.groups();
+            let counts_are_equal = groups.shards_gradients() || groups.gathers_weights();
+            check.run(micro_batches, counts_are_equal)?;
         }
         let plan = self.plan(part.layout(), micro_batches.len())?;
         let start = Instant::now();
@@ -204,6 +206,7 @@ impl Pipeline {
             }),
             false => self.occupation().take(),
         };
+        gradients.end_passes()?;
         params.meter().end_passes(part.device())?;
         gradients.add_passes(&report)?;
         Ok(report)

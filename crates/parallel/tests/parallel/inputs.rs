@@ -1,7 +1,9 @@
 //! Ranks of a replica that are given different micro-batches are told so in the first step.
 
 use candle_core::{Result, Tensor};
-use candle_parallel::{Gradients, ParamStore, Pass, PassReport, Pipeline, Schedule, ZeroStage};
+use candle_parallel::{
+    Gradients, Offload, ParamStore, Pass, PassReport, Pipeline, Schedule, ZeroStage,
+};
 
 use crate::chain::Chain;
 use crate::check::{assert_says, message, on_mesh};
@@ -12,9 +14,19 @@ fn step(
     zero: ZeroStage,
     change: impl Fn(&mut Vec<Pass>) -> Result<()> + Sync,
 ) -> Vec<Result<PassReport>> {
+    offloaded_step(layout, (zero, Offload::default()), change)
+}
+
+/// The same, with what is named away from the device.
+fn offloaded_step(
+    layout: (usize, usize, usize),
+    (zero, offload): (ZeroStage, Offload),
+    change: impl Fn(&mut Vec<Pass>) -> Result<()> + Sync,
+) -> Vec<Result<PassReport>> {
     on_mesh(layout, |mesh| {
         let chain = Chain::default();
-        let part = chain.part(&mesh, &ParamStore::init(5).with_data_parallel(zero))?;
+        let store = ParamStore::init(5).with_data_parallel(zero);
+        let part = chain.part(&mesh, &store.with_offload(offload.clone()))?;
         let mut gradients = Gradients::new(part.params(), &mesh)?;
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         let mut batches = chain.micro_batches(10 * mesh.dp.rank() as u64, 3)?;
@@ -56,6 +68,14 @@ fn replicas_with_unequal_numbers_of_micro_batches() {
         }
     }
     let results = step((1, 3, 1), ZeroStage::One, drop_one);
+    assert!(results.iter().all(Result::is_ok));
+    // Weights that are away come from all that divide them.
+    let dir = tempfile::tempdir().unwrap();
+    let offloaded = |zero| (zero, Offload::all().in_dir(dir.path()));
+    for result in offloaded_step((1, 3, 1), offloaded(ZeroStage::One), drop_one) {
+        assert_says(&message(result), &["replicas", "rank 0 has 3", "ZeRO-0"]);
+    }
+    let results = offloaded_step((1, 3, 1), offloaded(ZeroStage::Zero), drop_one);
     assert!(results.iter().all(Result::is_ok));
 }
 

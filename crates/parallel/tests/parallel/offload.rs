@@ -33,7 +33,10 @@ fn steps(
     for step in 0..3 {
         let batches = chain.micro_batches(50 * step, 6)?;
         let batches = &batches[rank * 6 / dp..(rank + 1) * 6 / dp];
-        pipeline.forward_backward(part, batches, &mut gradients)?;
+        // In one call, and in two.
+        for batches in batches.chunks(6 / dp / if step == 1 { 2 } else { 1 }) {
+            pipeline.forward_backward(part, batches, &mut gradients)?;
+        }
         optimizer.step(&mut gradients, 0.01, Some(1.0))?;
     }
     Ok(())
@@ -93,6 +96,11 @@ fn trained<R: Optimizer + 'static>(
             let weights = params.meter().report().of(MemoryCategory::Weights).peak;
             assert_eq!(weights, 0, "weights that never leave");
         }
+        if offload.gradients && !offload.dirs.is_empty() {
+            let gradients = params.meter().report().of(MemoryCategory::Gradients);
+            assert_eq!(gradients.now, 0, "gradients that never leave");
+            assert!(gradients.peak > 0, "gradients that nobody has counted");
+        }
         Ok((local_bits(&part), state))
     })
 }
@@ -105,11 +113,16 @@ fn bits_are_the_same_wherever_the_state_is() {
         params: true,
         ..Offload::default()
     };
+    let gradients = || Offload {
+        gradients: true,
+        ..Offload::default()
+    };
     let places = [
         Offload::default(),
         Offload::all(),
         in_file(Offload::optimizer()),
         in_file(params()),
+        in_file(gradients()),
         in_file(Offload::all()),
     ];
     for (layout, dtype, tied) in [
@@ -189,11 +202,17 @@ fn state_moves_from_one_place_to_another() -> Result<()> {
 fn places_have_names() {
     let parse = |text: &str| text.parse::<Offload>();
     assert_eq!(parse("optimizer").unwrap(), Offload::optimizer());
-    assert_eq!(parse("params, optimizer").unwrap(), Offload::all());
+    let both = Offload {
+        gradients: false,
+        ..Offload::all()
+    };
+    assert_eq!(parse("params, optimizer").unwrap(), both);
+    let words = "gradients,params,optimizer";
+    assert_eq!(parse(words).unwrap(), Offload::all());
     assert_eq!(parse("all").unwrap(), Offload::all());
     let dir = Offload::optimizer().in_dir("/a:b");
     assert_eq!(parse("nvme:/a:b").unwrap(), dir);
-    for offload in [Offload::optimizer(), Offload::all(), dir] {
+    for offload in [Offload::optimizer(), both, Offload::all(), dir] {
         assert_eq!(parse(&offload.to_string()).unwrap(), offload);
     }
     for text in [
@@ -205,7 +224,10 @@ fn places_have_names() {
         "params,",
         "all,disk",
     ] {
-        let words = ["`optimizer` and `params`, or `all`", &format!("`{text}`")];
+        let words = [
+            "`optimizer`, `gradients` and `params`, or `all`",
+            &format!("`{text}`"),
+        ];
         assert_says(&message(parse(text)), &words);
     }
 }

@@ -6,8 +6,8 @@ use std::time::Duration;
 use candle_comm::Mesh;
 use candle_core::{Result, Tensor};
 use candle_parallel::{
-    AdamW, AdamWConfig, DataParallel, DistributedOptimizer, Gradients, Optimizer, OptimizerState,
-    ParamSlice, ParamStore, Pipeline, Schedule, UpdateStep, ZeroStage,
+    AdamW, AdamWConfig, DataParallel, DistributedOptimizer, Gradients, Offload, Optimizer,
+    OptimizerState, ParamSlice, ParamStore, Pipeline, Schedule, UpdateStep, ZeroStage,
 };
 
 use crate::chain::{Chain, local_bits};
@@ -154,17 +154,30 @@ fn reductions_and_gathers_run_before_anybody_waits_for_them() {
 
 #[test]
 fn gradients_are_not_touched_once_their_reduction_has_begun() {
-    on_mesh_with_delays((1, 2, 1), None, |mesh: Mesh| {
-        let chain = Chain::default();
-        let part = chain.part(&mesh, &ParamStore::init(5))?;
-        let mut gradients = Gradients::new(part.params(), &mesh)?;
-        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-        let batches = chain.micro_batches(1, 1)?;
-        pipeline.forward_backward(&part, &batches, &mut gradients)?;
-        let words = ["reduction over the ranks has begun", "overlap: false"];
-        assert_says(&message(gradients.get(0)), &words);
-        let zeros = part.params().get(0).values()?.zeros_like()?;
-        assert_says(&message(gradients.accumulate(0, &zeros)), &words);
-        Ok(())
-    });
+    let dir = tempfile::tempdir().unwrap();
+    for offload in [
+        Offload::default(),
+        Offload {
+            gradients: true,
+            ..Offload::default()
+        }
+        .in_dir(dir.path()),
+    ] {
+        on_mesh_with_delays((1, 2, 1), None, |mesh: Mesh| {
+            let chain = Chain::default();
+            let store = ParamStore::init(5).with_offload(offload.clone());
+            let part = chain.part(&mesh, &store)?;
+            let mut gradients = Gradients::new(part.params(), &mesh)?;
+            let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+            let batches = chain.micro_batches(1, 1)?;
+            pipeline.forward_backward(&part, &batches, &mut gradients)?;
+            let words = ["reduction over the ranks has begun", "overlap: false"];
+            for index in 0..part.params().len() {
+                assert_says(&message(gradients.get(index)), &words);
+                let zeros = part.params().get(index).values()?.zeros_like()?;
+                assert_says(&message(gradients.accumulate(index, &zeros)), &words);
+            }
+            Ok(())
+        });
+    }
 }

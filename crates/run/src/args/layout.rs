@@ -87,8 +87,8 @@ pub struct LayoutArgs {
     #[arg(long, conflicts_with = "dtype")]
     #[serde(skip)]
     pub fp16: bool,
-    /// Keep in the host's memory, and not on the device, the optimizer's state and masters (optimizer), weights but those of the layers
-    /// that run (params), both (all), or a list of them; nvme:DIR is optimizer with --offload-dir DIR; the same bits [default: nothing]
+    /// Keep in the host's memory, and not on the device, the optimizer's state and masters (optimizer), gradients and weights but those of
+    /// the layers that run (gradients, params), all three (all), or a list of them; nvme:DIR is optimizer with --offload-dir DIR; the same bits [default: nothing]
     #[arg(long, value_name = "LIST")]
     #[serde(serialize_with = "some_text")]
     pub offload: Option<Offload>,

@@ -130,6 +130,13 @@ impl TrainingCheckpoint {
         if params.sharded().is_none() {
             return Ok(());
         }
+        let has_weights = |own: &OwnValues| {
+            let param = params.get(own.param);
+            self.kind(&param.name, param.trainable).is_some()
+        };
+        if !of_bucket.iter().any(has_weights) {
+            return Ok(());
+        }
         params.change_weights(bucket, None, || {
             for own in of_bucket {
                 let piece = Piece::of(params.get(own.param), own.local.clone());
