@@ -32,7 +32,9 @@
 //! | `peak_allocated_bytes` | the most that the steps had allocated on the host at a time, in blocks of 4 KiB or more |
 //! | `peak_rss_bytes`, `page_faults_per_step` | memory of the process on the host at its peak, up to the last step, and minor page faults |
 //! | `memory` | bytes that the first rank holds, now and at their peak (`weights_bytes`, `weights_peak_bytes`): `weights`, `gradients` and `optimizer` that it keeps, `activations` between passes, weights `gathered` for use, `buffers` of communication |
-//! | `product_floor_secs` | the products of the linear layers alone, as above; null on a GPU |
+//! | `product_floor_secs` | the products of the linear layers alone, as above; null on a GPU, and where something is frozen or offloaded |
+//! | `read_bytes_per_step`, `written_bytes_per_step` | what a measured step moves from and to files |
+//! | `plain_copy_secs` | with `--offload-dir`: how long a plain copy of these bytes takes, by the same calls, in the first folder; else null |
 //! | `forward_secs`, `backward_secs`, `communication_secs`, `optimizer_secs` | means over the steps on the first rank; on a GPU by its own clock (CUDA events), with the optimizer's of the step before; communication is what the host waits for |
 //! | `hidden_communication_secs` | mean time of a step in which communication was under way and the rank computed; 0 on a GPU, where the host does not see it |
 //! | `pipeline` | of each rank of the first replica's pipeline the mean `idle_share` over the steps and `peak_activations_bytes`; empty without a pipeline |
@@ -57,7 +59,9 @@ use candle_ops::{AttentionCode, GpuSettings, GpuState, MatmulPrecision, Profile}
 use candle_parallel::checkpoint::CheckpointSaver;
 use candle_parallel::{LossScaling, MemoryReport, ParamStore, PipelineRank};
 use candle_train_cli::parse;
-use candle_train_examples::{page_faults, peak_rss_bytes, product_floor_secs};
+use candle_train_examples::{
+    MovedBytes, moved_bytes, page_faults, peak_rss_bytes, plain_copy_secs, product_floor_secs,
+};
 use candle_train_models::{ModelConfig, flops_per_token};
 use candle_train_run::{
     Allocator, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_as_rank,
@@ -162,6 +166,9 @@ struct Measured {
     num_parameters: usize,
     num_trainable_parameters: usize,
     page_faults_per_step: u64,
+    /// Of a step.
+    moved: MovedBytes,
+    plain_copy_secs: Option<f64>,
     peak_allocated_bytes: usize,
     peak_rss_bytes: u64,
     /// With one rank and nothing frozen, the time that the products of the linear layers take alone.
@@ -343,6 +350,8 @@ fn bench(
         num_parameters,
         num_trainable_parameters,
         page_faults_per_step: 0,
+        moved: MovedBytes::default(),
+        plain_copy_secs: None,
         peak_allocated_bytes: 0,
         peak_rss_bytes: 0,
         product_floor_secs: None,
@@ -355,10 +364,12 @@ fn bench(
         stage_secs: None,
     };
     let mut faults_before = 0;
+    let mut moved_before = MovedBytes::default();
     HAS_BEGUN.store(true, Ordering::Release);
     for step in 0..num_measured_steps {
         if step == NUM_WARM_UP_STEPS {
             faults_before = page_faults();
+            moved_before = moved_bytes();
             mesh.cp.reset_counters();
         }
         let secs = measured.train_step(&mut trainer, &batches)?;
@@ -375,6 +386,12 @@ fn bench(
         }
     }
     measured.context_bytes = mesh.cp.counters().total().bytes;
+    let moved = moved_bytes();
+    let num_steps = args.steps.max(1) as u64;
+    measured.moved = MovedBytes {
+        read: (moved.read - moved_before.read) / num_steps,
+        written: (moved.written - moved_before.written) / num_steps,
+    };
     measured.page_faults_per_step = (page_faults() - faults_before) / args.steps.max(1) as u64;
     if args.profile {
         measured.profile_steps(&mut trainer, &batches, &mesh)?;
@@ -390,8 +407,14 @@ fn bench(
     measured.memory = trainer.memory();
     measured.gpu = GpuState::of(mesh.world.device())?;
     mesh.world.barrier()?;
+    let offload = args.layout.offload();
+    if let (0, Some(dir)) = (mesh.world.rank(), offload.dirs.first()) {
+        let copied = plain_copy_secs(dir, measured.moved)?;
+        measured.plain_copy_secs = Some(copied);
+    }
     let is_one_cpu = mesh.world.world_size() == 1 && mesh.world.device().is_cpu();
-    if is_one_cpu && num_trainable_parameters == num_parameters {
+    let is_whole = num_trainable_parameters == num_parameters && offload.dirs.is_empty();
+    if is_one_cpu && is_whole {
         let num_tokens = args.batch_size * args.seq_len;
         measured.product_floor_secs = Some(product_floor_secs(config, num_tokens, dtype)?);
     }
@@ -545,6 +568,9 @@ fn print(
         "peak_rss_bytes": measured.peak_rss_bytes,
         "memory": measured.memory,
         "page_faults_per_step": measured.page_faults_per_step,
+        "read_bytes_per_step": measured.moved.read,
+        "written_bytes_per_step": measured.moved.written,
+        "plain_copy_secs": measured.plain_copy_secs,
         "product_floor_secs": measured.product_floor_secs,
         "pipeline": pipeline,
         "context_bytes_per_step": measured.context_bytes / args.steps.max(1) as u64,

@@ -232,7 +232,11 @@ impl Case {
                 ..Offload::default()
             }
             .in_dir(dir.path()),
-            _ => Offload::all().in_dir(dir.path()),
+            _ => Offload {
+                // So that layers are updated in parts.
+                update_values: 50_000,
+                ..Offload::all().in_dir(dir.path())
+            },
         }
     }
 

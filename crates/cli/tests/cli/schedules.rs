@@ -151,9 +151,9 @@ fn what_a_schedule_does_not_take_is_refused_with_what_it_takes() {
     let workspace = Workspace::new();
     for (flags, parts) in [
         (
-            &[("--schedule", "gpipe"), ("--virtual-stages", "2")][..],
+            &[("--schedule", "zb-2p"), ("--virtual-stages", "2")][..],
             &[
-                "the schedule gpipe has 1 stage on each rank, got 2",
+                "the schedule zb-2p has 1 stage on each rank, got 2",
                 "hint: --virtual-stages 1",
             ][..],
         ),

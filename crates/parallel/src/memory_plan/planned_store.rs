@@ -9,8 +9,6 @@ pub(super) struct PlannedStore {
     category: MemoryCategory,
     /// Bytes of each.
     bytes: Vec<usize>,
-    /// Of each, the one that is changed after it.
-    next: Vec<Option<usize>>,
     /// The item that was fetched and not yet changed.
     ahead: Option<usize>,
     /// The one that is on its way back.
@@ -23,27 +21,25 @@ impl PlannedStore {
         place: OffloadPlace<'_>,
         category: MemoryCategory,
         bytes: Vec<usize>,
-        next: Vec<Option<usize>>,
         held: &mut Held,
     ) -> Option<Self> {
         held.hold(place.category()?, bytes.iter().sum());
         Some(Self {
             category,
             bytes,
-            next,
             ahead: None,
             behind: None,
         })
     }
 
-    /// The change of an item begins.
-    pub fn begin(&mut self, item: usize, held: &mut Held) {
+    /// The change of an item begins; `next` is changed after it.
+    pub fn begin(&mut self, item: usize, next: Option<usize>, held: &mut Held) {
         if self.ahead != Some(item) {
             let other = self.ahead.take();
             self.free(other, held);
             self.fetch(item, held);
         }
-        self.ahead = self.next[item];
+        self.ahead = next;
         if let Some(next) = self.ahead {
             self.fetch(next, held);
         }

@@ -10,7 +10,7 @@ use super::planned_store::PlannedStore;
 use super::{PlannedPasses, PlannedUpdate, PlannedWork};
 use crate::memory::MemoryCategory;
 use crate::offload::OffloadPlace;
-use crate::optimizer::{BucketShape, max_gathers};
+use crate::optimizer::{BucketShape, StateSlices, max_gathers, num_bytes_of};
 use crate::params::{Bucket, RankSpec, ReduceType, ReplicaGroups, Sharing, is_adopted};
 use crate::placement::{intersect, part};
 use crate::schedule::{Instruction, Plan};
@@ -28,7 +28,7 @@ pub(super) struct PlannedRank<'a> {
     trains: bool,
     updates: bool,
     /// The optimizer's state, sums of gradients, and the weights, if they are not on the device.
-    state: Option<PlannedStore>,
+    state: Option<(PlannedStore, StateSlices)>,
     sums: Option<PlannedStore>,
     weights: Option<PlannedStore>,
     held: Held,
@@ -95,15 +95,7 @@ impl<'a> PlannedRank<'a> {
             (false, false) => spec.params.iter().map(|param| param.num_bytes()).sum(),
         };
         held.hold(MemoryCategory::Weights, resident);
-        let order = spec.layout.in_forward_order();
-        let mut after = vec![None; slices.len()];
-        for pair in order.windows(2) {
-            after[pair[0]] = Some(pair[1]);
-        }
-        let mut after_sums = after.clone();
-        after_sums.resize(spec.layout.num_gradient_buckets(), None);
-        let next = after.clone();
-        let weights = PlannedStore::new(place, MemoryCategory::Gathered, slices, next, &mut held);
+        let weights = PlannedStore::new(place, MemoryCategory::Gathered, slices, &mut held);
         let mut sums = None;
         if trains {
             let gradients = spec.layout.of_gradients().map(|bucket| {
@@ -119,7 +111,6 @@ impl<'a> PlannedRank<'a> {
                 work.offload.place_of_gradients(0, work.on_gpu),
                 MemoryCategory::Gradients,
                 gradients,
-                after_sums,
                 &mut held,
             );
             if sums.is_none() {
@@ -128,13 +119,17 @@ impl<'a> PlannedRank<'a> {
         }
         let mut state = None;
         if let Some(update) = &work.update {
-            let bytes = state_bytes(spec, &groups, update)?;
+            let shapes = state_shapes(spec, &groups, update)?;
+            let slices = StateSlices::new(&shapes, work.offload.update_values);
+            let bytes = slices.items(&shapes).into_iter().map(num_bytes_of);
+            let bytes: Vec<usize> = bytes.collect();
             let place = work.offload.place_of_optimizer(0, work.on_gpu);
             let of_all = bytes.iter().sum();
-            state = PlannedStore::new(place, MemoryCategory::Optimizer, bytes, after, &mut held);
-            if state.is_none() {
+            let store = PlannedStore::new(place, MemoryCategory::Optimizer, bytes, &mut held);
+            if store.is_none() {
                 held.hold(MemoryCategory::Optimizer, of_all);
             }
+            state = store.map(|store| (store, slices));
         }
         let mut needed: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for (index, bucket) in spec
@@ -706,18 +701,27 @@ impl<'a> PlannedRank<'a> {
         self.free_gathered();
         let gathers = self.groups.shard.world_size() > 1 && !self.groups.shards_weights();
         let max_gathers = max_gathers(&self.groups);
-        for index in self.spec.layout.in_forward_order() {
-            let bucket = &self.spec.layout.buckets[index];
-            let stores = [&mut self.sums, &mut self.weights, &mut self.state];
+        let order = self.spec.layout.in_forward_order();
+        for (place, &index) in order.iter().enumerate() {
+            let (bucket, next) = (
+                &self.spec.layout.buckets[index],
+                order.get(place + 1).copied(),
+            );
+            let stores = [&mut self.sums, &mut self.weights];
             for store in stores.into_iter().flatten() {
-                store.begin(index, &mut self.held);
+                store.begin(index, next, &mut self.held);
+            }
+            if let Some((state, slices)) = &mut self.state {
+                for (item, next, _) in slices.of(index, next) {
+                    state.begin(item, next, &mut self.held);
+                    state.end(item, &mut self.held);
+                }
             }
             if let Some(sums) = &self.sums {
                 sums.release(index, &mut self.held);
             }
-            let stores = [&mut self.state, &mut self.weights];
-            for store in stores.into_iter().flatten() {
-                store.end(index, &mut self.held);
+            if let Some(weights) = &mut self.weights {
+                weights.end(index, &mut self.held);
             }
             if gathers {
                 self.wait_for_all_but(max_gathers.saturating_sub(1));
@@ -733,8 +737,8 @@ impl<'a> PlannedRank<'a> {
             }
             self.wait_for_all_but(max_gathers);
         }
-        let stores = [&mut self.state, &mut self.weights];
-        for store in stores.into_iter().flatten() {
+        let state = self.state.as_mut().map(|(state, _)| state);
+        for store in state.into_iter().chain(&mut self.weights) {
             store.finish(&mut self.held);
         }
     }
@@ -801,17 +805,17 @@ fn num_frozen(spec: &RankSpec, passes: Option<&PlannedPasses<'_>>) -> usize {
 }
 
 /// State and masters of each bucket.
-fn state_bytes(
+fn state_shapes(
     spec: &RankSpec,
     groups: &ReplicaGroups,
     update: &PlannedUpdate<'_>,
-) -> Result<Vec<usize>> {
+) -> Result<Vec<BucketShape>> {
     let buckets = spec.layout.buckets.iter();
-    let bytes = buckets.map(|bucket| {
+    let shapes = buckets.map(|bucket| {
         let len = groups.own_range(bucket.len).len();
         let first = bucket.slots.first();
         let name = first.map_or("", |slot| spec.params[slot.param].name.as_str());
-        Ok(BucketShape::of_rule(update.rule, len, bucket.dtype, name)?.num_bytes())
+        BucketShape::of_rule(update.rule, len, bucket.dtype, name)
     });
-    bytes.collect()
+    shapes.collect()
 }

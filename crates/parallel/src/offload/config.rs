@@ -12,7 +12,7 @@ use crate::params::DataParallel;
 
 /// What a rank keeps away from the device that computes: see [`ParamStore::with_offload`](crate::ParamStore::with_offload). It passes through the
 /// device bucket by bucket; the bits are the same everywhere.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Offload {
     /// The optimizer's state and masters (arXiv:2101.06840).
@@ -27,6 +27,21 @@ pub struct Offload {
     /// Folders of files, one for each rank, which vanish with its process; ranks take the folders in turn. Without any: the host's memory,
     /// which on the CPU is the device's.
     pub dirs: Vec<PathBuf>,
+    /// How many values of a bucket are updated at a time, at most, where the optimizer's state is away: so many of its state are on the device,
+    /// as many more come, and as many go.
+    pub update_values: usize,
+}
+
+impl Default for Offload {
+    fn default() -> Self {
+        Self {
+            optimizer: false,
+            params: false,
+            gradients: false,
+            dirs: Vec::new(),
+            update_values: 4 << 20,
+        }
+    }
 }
 
 impl Offload {

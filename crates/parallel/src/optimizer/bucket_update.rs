@@ -1,8 +1,11 @@
 //! The update of a bucket: its parameters group by group, each by the rule of its group.
 
+use std::ops::Range;
+
 use candle_core::{Result, Tensor};
 
 use super::distributed::DistributedOptimizer;
+use super::master_weights::part_of_own;
 use super::state_store::BucketState;
 use super::{Needs, ParamMatrix, ParamSlice, SliceWeight, UpdateStep};
 use crate::gradients::ReducedGradients;
@@ -19,8 +22,8 @@ impl DistributedOptimizer {
         lr: f64,
     ) -> Result<()> {
         let bucket = &self.params.layout().buckets[index];
-        self.store.change(index, next, |state| {
-            let grad = reduced.bucket(index)?;
+        let grad = reduced.bucket(index)?;
+        self.store.update(index, next, |part, state| {
             for slots in self.rules.by_group(bucket) {
                 let group = slots.first().and_then(|slot| self.rules.group(slot.param));
                 let step = UpdateStep {
@@ -29,17 +32,17 @@ impl DistributedOptimizer {
                     weight_decay: group.and_then(|group| group.weight_decay),
                     grad_scale: reduced.scale(),
                 };
-                self.update_group(index, &slots, grad.tensor(), state, &step)?;
+                self.update_group((index, part), &slots, grad.tensor(), state, &step)?;
             }
             Ok(())
         })
     }
 
-    /// Updates what this rank has of the parameters at `slots` of bucket `index`, which are of one group: first those of which the rule needs
-    /// no more than that, then matrix by matrix.
+    /// Updates what a part of this rank's values of bucket `index` has of the parameters at `slots`, which are of one group: first those of which
+    /// the rule needs no more than that, then matrix by matrix. `state` is that of the part.
     fn update_group(
         &self,
-        index: usize,
+        (index, part): (usize, &Range<usize>),
         slots: &[&Slot],
         grad: &Tensor,
         state: &BucketState,
@@ -52,16 +55,20 @@ impl DistributedOptimizer {
             self.rules.of(first.param),
             self.rules.span(index, first.param)?,
         );
-        let part = |values: &Tensor| values.narrow(0, span.range.start, span.range.len());
-        let (grad, master) = (part(grad)?, state.master.as_ref().map(part).transpose()?);
+        let range = intersect(&span.range, part);
+        let grad = grad.narrow(0, range.start, range.len())?;
+        let masters = state.master.as_ref();
+        let masters =
+            masters.map(|masters| masters.narrow(0, range.start - part.start, range.len()));
+        let master = masters.transpose()?;
         let slice = |weights| ParamSlice {
             grad: &grad,
             master: master.as_ref(),
             state: &state.state[span.kinds.clone()],
             weights,
         };
-        let own = self.own_range(index);
-        let start = own.start + span.range.start;
+        let own = part_of_own(&self.params, index, &range);
+        let start = own.start;
         let needs = |slot: &Slot| rule.needs(self.params.get(slot.param));
         let (whole, sliced): (Vec<&Slot>, Vec<&Slot>) =
             (slots.iter()).partition(|slot| needs(slot) == Needs::Matrix);

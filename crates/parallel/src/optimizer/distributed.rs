@@ -377,11 +377,12 @@ pub(crate) fn max_gathers(groups: &ReplicaGroups) -> usize {
 fn new_store(params: &Parameters, rules: &Rules, mesh: &Mesh) -> Result<StateStore> {
     let (layout, device) = (params.layout(), mesh.world.device());
     let shapes = (0..layout.buckets.len()).map(|index| rules.shape(index, params));
-    let initial = |index: usize| {
+    let initial = |index: usize, part: &Range<usize>| {
         let shape = rules.shape(index, params)?;
-        let zeros = |&len: &usize| Ok(FlatBuffer::zeros(len, device)?.into_tensor());
+        let kinds = shape.tensors_of(part).into_iter().take(shape.kinds.len());
+        let zeros = |(len, _)| Ok(FlatBuffer::zeros(len, device)?.into_tensor());
         let masters = |dtype| {
-            let masters = || master_weights(params, index, dtype, device);
+            let masters = || master_weights(params, (index, part), dtype, device);
             match dtype {
                 // What the weights have of them is a part of the weights.
                 DType::I16 => params.change_weights(index, None, masters),
@@ -389,11 +390,13 @@ fn new_store(params: &Parameters, rules: &Rules, mesh: &Mesh) -> Result<StateSto
             }
         };
         Ok(BucketState {
-            state: shape.kinds.iter().map(zeros).collect::<Result<_>>()?,
+            state: kinds.map(zeros).collect::<Result<_>>()?,
             master: shape.master.map(masters).transpose()?,
         })
     };
-    let place = (params.offload()).place_of_optimizer(mesh.world.rank(), !device.is_cpu());
+    let offload = params.offload();
+    let place = offload.place_of_optimizer(mesh.world.rank(), !device.is_cpu());
     let shapes = shapes.collect::<Result<_>>()?;
+    let place = (place, offload.update_values);
     StateStore::new(place, device, params.meter(), shapes, initial)
 }

@@ -87,7 +87,12 @@ impl DistributedOptimizer {
                     // Nothing that was gathered before may be taken for changed.
                     sharded.free_all()?;
                 }
-                let remainders = split_masters(&self.params, index, masters, kept.device())?;
+                let remainders = split_masters(
+                    &self.params,
+                    (index, &(0..kept.elem_count())),
+                    masters,
+                    kept.device(),
+                )?;
                 move_storage(&remainders, kept)?;
                 for slot in &self.params.layout().buckets[index].slots {
                     self.params.set_save_source(slot.param, SaveSource::Update);
@@ -96,7 +101,7 @@ impl DistributedOptimizer {
             Ok(changed)
         };
         self.params
-            .change_weights(index, None, || self.store.change(index, None, change))
+            .change_weights(index, None, || self.store.change(index, change))
     }
 
     /// The bucket with its masters in f32: on the host, if only remainders are kept.
@@ -120,16 +125,16 @@ impl DistributedOptimizer {
     }
 }
 
-/// Masters of type `dtype` of what this rank updates of bucket `index`, flat. They begin with the values that the
+/// Masters of type `dtype` of a part of what this rank updates of bucket `index`, flat. They begin with the values that the
 /// weights were rounded from, or, where the weights were changed since, with theirs.
 pub(super) fn master_weights(
     params: &Parameters,
-    index: usize,
+    (index, part): (usize, &Range<usize>),
     dtype: DType,
     device: &Device,
 ) -> Result<Tensor> {
     let bucket = &params.layout().buckets[index];
-    let own = params.groups().own_range(bucket.len);
+    let own = part_of_own(params, index, part);
     let values = FlatBuffer::zeros(own.len(), device)?;
     for slot in &bucket.slots {
         let mine = intersect(&slot.range, &own);
@@ -150,18 +155,26 @@ pub(super) fn master_weights(
     if dtype == DType::F32 {
         return Ok(masters);
     }
-    split_masters(params, index, &masters, device)
+    split_masters(params, (index, part), &masters, device)
 }
 
-/// Makes the f32 values `masters` of what this rank updates of bucket `index` its bf16 weights, and returns the remainders, on `device`.
+/// A part of what this rank updates of a bucket, as a range of the bucket.
+pub(super) fn part_of_own(params: &Parameters, index: usize, part: &Range<usize>) -> Range<usize> {
+    let bucket = &params.layout().buckets[index];
+    let own = params.groups().own_range(bucket.len);
+    own.start + part.start..own.start + part.end
+}
+
+/// Makes the f32 values `masters` of a part of what this rank updates of bucket `index` its bf16 weights, and returns the remainders, on
+/// `device`.
 fn split_masters(
     params: &Parameters,
-    index: usize,
+    (index, part): (usize, &Range<usize>),
     masters: &Tensor,
     device: &Device,
 ) -> Result<Tensor> {
     let bucket = &params.layout().buckets[index];
-    let own = params.groups().own_range(bucket.len);
+    let own = part_of_own(params, index, part);
     let parts = masters.to_vec1()?.into_iter().map(split_master);
     let (weights, remainders): (Vec<bf16>, Vec<i16>) = parts.unzip();
     for slot in &bucket.slots {

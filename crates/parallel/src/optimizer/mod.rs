@@ -24,7 +24,7 @@ pub(crate) use master_weights::MASTER;
 pub use param_group::ParamGroup;
 pub use param_matrix::ParamMatrix;
 pub use state::OptimizerState;
-pub(crate) use state_store::BucketShape;
+pub(crate) use state_store::{BucketShape, StateSlices, num_bytes_of};
 pub(crate) use training_state::OptimizerCounters;
 
 use crate::params::Param;

@@ -123,6 +123,14 @@ impl Rules {
                 .flat_map(|span| span.kinds.clone().map(|_| span.range.len()))
                 .collect(),
             master: master_dtype(bucket.dtype, name, takes_remainders)?,
+            is_divisible: {
+                let mut slots = bucket.slots.iter();
+                let takes_slices = |slot: &Slot| {
+                    let (rule, param) = (self.of(slot.param), params.get(slot.param));
+                    rule.needs(param) == Needs::Slice
+                };
+                self.spans[index].len() == 1 && slots.all(takes_slices)
+            },
         })
     }
 

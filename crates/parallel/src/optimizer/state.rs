@@ -136,7 +136,7 @@ impl DistributedOptimizer {
             };
             num_taken += match kind.as_str() {
                 MASTER => self.change(index, take)?,
-                _ => self.store.change(index, None, take)?,
+                _ => self.store.change(index, take)?,
             };
         }
         Ok(num_taken)

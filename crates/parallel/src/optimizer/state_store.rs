@@ -1,11 +1,14 @@
 //! State and masters of all buckets, wherever they are between updates.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::Optimizer;
 use super::master_weights::master_dtype;
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
-use crate::offload::{Kept, OffloadPlace, OffloadStore};
+use crate::offload::{Fetched, Kept, OffloadPlace, OffloadStore};
+use crate::params::SLICE_ALIGNMENT;
 
 /// Of the part of one bucket that a rank updates, on the device that computes.
 #[derive(Clone)]
@@ -24,6 +27,8 @@ pub(crate) struct BucketShape {
     pub kinds: Vec<usize>,
     /// Type of the masters, if there are any: F32, or I16 of remainders.
     pub master: Option<DType>,
+    /// Whether any part of the values can be updated without the others.
+    pub is_divisible: bool,
 }
 
 /// A bucket's state for as long as an update or a look at it takes.
@@ -32,11 +37,13 @@ pub(super) struct StateStore(Place);
 enum Place {
     Resident {
         buckets: Vec<BucketState>,
+        shapes: Vec<BucketShape>,
         _held: MemoryGuard,
     },
     Away {
         store: Box<OffloadStore>,
         shapes: Vec<BucketShape>,
+        slices: StateSlices,
     },
 }
 
@@ -50,6 +57,7 @@ impl BucketShape {
             len,
             kinds: vec![len; rule.state_names().len()],
             master: master_dtype(dtype, name, rule.takes_remainders())?,
+            is_divisible: true,
         })
     }
 
@@ -59,11 +67,15 @@ impl BucketShape {
         kinds.chain(self.master.map(|dtype| (self.len, dtype)))
     }
 
+    /// The same of a part that is updated at a time.
+    pub fn tensors_of(&self, part: &Range<usize>) -> Vec<(usize, DType)> {
+        let len = |len| if self.is_divisible { part.len() } else { len };
+        let tensors = self.tensors();
+        tensors.map(|(whole, dtype)| (len(whole), dtype)).collect()
+    }
+
     pub fn num_bytes(&self) -> usize {
-        let bytes = self
-            .tensors()
-            .map(|(len, dtype)| len * dtype.size_in_bytes());
-        bytes.sum()
+        num_bytes_of(self.tensors())
     }
 
     /// The tensors of a bucket of this shape by their roles.
@@ -76,6 +88,72 @@ impl BucketShape {
     }
 }
 
+/// Bytes of tensors of these lengths and types.
+pub(crate) fn num_bytes_of(tensors: impl IntoIterator<Item = (usize, DType)>) -> usize {
+    let tensors = tensors.into_iter();
+    tensors
+        .map(|(len, dtype)| len * dtype.size_in_bytes())
+        .sum()
+}
+
+/// The parts of each bucket that are updated at a time, where its state is away: the items that are fetched and stored.
+pub(crate) struct StateSlices {
+    /// Of each bucket.
+    parts: Vec<Vec<Range<usize>>>,
+    /// The first item of each bucket.
+    first: Vec<usize>,
+}
+
+impl StateSlices {
+    /// Parts of `num_values` or less, of what can be updated in parts.
+    pub fn new(shapes: &[BucketShape], num_values: usize) -> Self {
+        let step = num_values.max(1).next_multiple_of(SLICE_ALIGNMENT);
+        let parts = shapes.iter().map(|shape| match shape.is_divisible {
+            true if shape.len > step => {
+                let starts = (0..shape.len).step_by(step);
+                let parts = starts.map(|start| start..(start + step).min(shape.len));
+                parts.collect()
+            }
+            _ => vec![0..shape.len],
+        });
+        let parts: Vec<Vec<Range<usize>>> = parts.collect();
+        let mut next = 0;
+        let first = parts.iter().map(|parts| {
+            let first = next;
+            next += parts.len();
+            first
+        });
+        Self {
+            first: first.collect(),
+            parts,
+        }
+    }
+
+    /// The parts of bucket `index`, each with its item and the one that is updated after it, if `next` is the bucket after this one.
+    pub fn of(
+        &self,
+        index: usize,
+        next: Option<usize>,
+    ) -> impl Iterator<Item = (usize, Option<usize>, &Range<usize>)> {
+        let (first, last) = (self.first[index], self.parts[index].len() - 1);
+        let next = next.map(|next| self.first[next]);
+        let parts = self.parts[index].iter().enumerate();
+        parts.map(move |(place, part)| {
+            let item = first + place;
+            let next = if place < last { Some(item + 1) } else { next };
+            (item, next, part)
+        })
+    }
+
+    /// Lengths and types of the tensors of each item.
+    pub fn items(&self, shapes: &[BucketShape]) -> Vec<Vec<(usize, DType)>> {
+        let parts = shapes.iter().zip(&self.parts);
+        let items =
+            parts.flat_map(|(shape, parts)| parts.iter().map(|part| shape.tensors_of(part)));
+        items.collect()
+    }
+}
+
 impl BucketState {
     /// All tensors: those of the state, then the masters.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
@@ -84,35 +162,51 @@ impl BucketState {
 }
 
 impl StateStore {
-    /// Buckets of these shapes where `place` says, with the values that `make` gives each on `device`.
+    /// Buckets of these shapes where `place` says, with the values that `make` gives a part of each on `device`; away, `update_values` are
+    /// updated at a time.
     ///
     /// # Errors
     /// Memory or space that is missing, and files that cannot be written.
     pub fn new(
-        place: OffloadPlace<'_>,
+        (place, update_values): (OffloadPlace<'_>, usize),
         device: &Device,
         meter: &MemoryMeter,
         shapes: Vec<BucketShape>,
-        mut make: impl FnMut(usize) -> Result<BucketState>,
+        mut make: impl FnMut(usize, &Range<usize>) -> Result<BucketState>,
     ) -> Result<Self> {
-        let items = shapes.iter().map(|shape| shape.tensors().collect());
+        let slices = StateSlices::new(&shapes, update_values);
         let kept = Kept {
             what: "the optimizer's state",
             category: MemoryCategory::Optimizer,
-            items: items.collect(),
+            items: slices.items(&shapes),
         };
-        let tensors = |index| Ok(make(index)?.tensors().cloned().collect());
+        let all = (0..shapes.len()).flat_map(|index| {
+            let parts = slices.of(index, None);
+            parts.map(move |(_, _, part)| (index, part))
+        });
+        let all: Vec<(usize, &Range<usize>)> = all.collect();
+        let tensors = |item: usize| {
+            let (index, part) = all[item];
+            Ok(make(index, part)?.tensors().cloned().collect())
+        };
         let store = OffloadStore::new(place, kept, device, meter, tensors)?;
         Ok(Self(match store {
             Some(store) => Place::Away {
                 store: Box::new(store),
                 shapes,
+                slices,
             },
             None => {
-                let buckets = (0..shapes.len()).map(make).collect::<Result<_>>()?;
+                let buckets = shapes.iter().enumerate();
+                let buckets = buckets.map(|(index, shape)| make(index, &(0..shape.len)));
+                let buckets = buckets.collect::<Result<_>>()?;
                 let num_bytes = shapes.iter().map(BucketShape::num_bytes).sum();
                 let _held = meter.hold(MemoryCategory::Optimizer, num_bytes);
-                Place::Resident { buckets, _held }
+                Place::Resident {
+                    buckets,
+                    shapes,
+                    _held,
+                }
             }
         }))
     }
@@ -121,37 +215,120 @@ impl StateStore {
     pub fn read<T>(&self, index: usize, look: impl FnOnce(&BucketState) -> Result<T>) -> Result<T> {
         match &self.0 {
             Place::Resident { buckets, .. } => look(&buckets[index]),
-            Place::Away { store, shapes, .. } => {
-                let item = store.fetch(index)?;
-                let seen = look(&shapes[index].assemble(&item.tensors));
-                store.keep(index, item);
-                seen
+            Place::Away {
+                store,
+                shapes,
+                slices,
+            } => {
+                let parts: Vec<_> = slices.of(index, None).collect();
+                if let [(item, ..)] = parts[..] {
+                    let fetched = store.fetch(item)?;
+                    let seen = look(&shapes[index].assemble(&fetched.tensors));
+                    store.keep(item, fetched);
+                    return seen;
+                }
+                let (tensors, _held) = self.whole(index)?;
+                look(&shapes[index].assemble(&tensors))
             }
         }
     }
 
-    /// Lets `change` write to the tensors of bucket `index`; those of `next`, which is to be changed after it, come meanwhile. Without one all
-    /// changes are written when this returns.
+    /// The tensors of a bucket that is away in parts.
+    fn whole(&self, index: usize) -> Result<(Vec<Tensor>, Option<MemoryGuard>)> {
+        let Place::Away {
+            store,
+            shapes,
+            slices,
+        } = &self.0
+        else {
+            return Ok((Vec::new(), None));
+        };
+        let mut whole: Vec<Tensor> = Vec::new();
+        let mut held = None;
+        for (item, _, part) in slices.of(index, None) {
+            let fetched = store.fetch(item)?;
+            if whole.is_empty() {
+                held = Some(store.hold(MemoryCategory::Optimizer, shapes[index].num_bytes()));
+                let zeros = fetched.tensors.iter().zip(shapes[index].tensors());
+                let zeros = zeros
+                    .map(|(of_part, (len, dtype))| Tensor::zeros(len, dtype, of_part.device()));
+                whole = zeros.collect::<Result<_>>()?;
+            }
+            for (whole, of_part) in whole.iter().zip(&fetched.tensors) {
+                whole.slice_set(of_part, 0, part.start)?;
+            }
+        }
+        Ok((whole, held))
+    }
+
+    /// Lets `change` write to the tensors of bucket `index`.
     pub fn change<T>(
         &self,
         index: usize,
-        next: Option<usize>,
         change: impl FnOnce(&BucketState) -> Result<T>,
     ) -> Result<T> {
-        match &self.0 {
-            Place::Resident { buckets, .. } => change(&buckets[index]),
-            Place::Away { store, shapes, .. } => {
-                let item = store.fetch(index)?;
-                if let Some(next) = next {
-                    store.start_fetch(next)?;
-                }
-                let changed = change(&shapes[index].assemble(&item.tensors))?;
-                store.store(index, item)?;
-                if next.is_none() {
-                    store.finish()?;
-                }
-                Ok(changed)
+        let (store, shapes, slices) = match &self.0 {
+            Place::Resident { buckets, .. } => return change(&buckets[index]),
+            Place::Away {
+                store,
+                shapes,
+                slices,
+            } => (store, shapes, slices),
+        };
+        let parts: Vec<_> = slices.of(index, None).collect();
+        if let [(item, ..)] = parts[..] {
+            let fetched = store.fetch(item)?;
+            let changed = change(&shapes[index].assemble(&fetched.tensors))?;
+            store.store(item, fetched)?;
+            return store.finish().map(|()| changed);
+        }
+        let (tensors, _held) = self.whole(index)?;
+        let changed = change(&shapes[index].assemble(&tensors))?;
+        for (item, _, part) in parts {
+            let of_part = tensors.iter().map(|whole| {
+                let of_part = whole.narrow(0, part.start, part.len())?;
+                of_part.force_contiguous()
+            });
+            let of_part = of_part.collect::<Result<Vec<_>>>()?;
+            let bytes = num_bytes_of(shapes[index].tensors_of(part));
+            let held = store.hold(MemoryCategory::Optimizer, bytes);
+            let tensors = of_part;
+            store.store(item, Fetched { tensors, held })?;
+        }
+        store.finish().map(|()| changed)
+    }
+
+    /// Lets `update` write to the tensors of bucket `index`, part by part; what comes next, of this bucket or of `next`, is fetched meanwhile.
+    /// Without a next one all changes are written when this returns.
+    pub fn update(
+        &self,
+        index: usize,
+        next: Option<usize>,
+        mut update: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
+    ) -> Result<()> {
+        let (store, shapes, slices) = match &self.0 {
+            Place::Resident {
+                buckets, shapes, ..
+            } => {
+                return update(&(0..shapes[index].len), &buckets[index]);
             }
+            Place::Away {
+                store,
+                shapes,
+                slices,
+            } => (store, shapes, slices),
+        };
+        for (item, after, part) in slices.of(index, next) {
+            let fetched = store.fetch(item)?;
+            if let Some(after) = after {
+                store.start_fetch(after)?;
+            }
+            update(part, &shapes[index].assemble(&fetched.tensors))?;
+            store.store(item, fetched)?;
+        }
+        match next {
+            Some(_) => Ok(()),
+            None => store.finish(),
         }
     }
 }

@@ -110,7 +110,9 @@ impl fmt::Display for Instruction {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Schedule {
-    /// All forward passes, then all backward passes (arXiv:1811.06965): every micro-batch's activations are alive at once.
+    /// All forward passes, then all backward passes (arXiv:1811.06965): every micro-batch's activations are alive at once. With several stages
+    /// on a rank all micro-batches go through one before the next (breadth-first, arXiv:2211.05953): so weights that are
+    /// [offloaded](crate::Offload::params) are read twice in a step, however many micro-batches it has, also without a pipeline.
     GPipe,
     /// One forward, one backward (PipeDream-Flush, arXiv:2104.04473, section 2.2): rank r of p holds the activations of at
     /// most min(p - r, m) of m micro-batches. With several stages on a rank interleaved 1F1B (the same, section 2.2).
@@ -164,7 +166,10 @@ impl Schedule {
     /// # Errors
     /// A number of stages a rank that the schedule does not take.
     pub fn placement(self, num_ranks: usize, virtual_stages: usize) -> Result<Vec<usize>> {
-        let is_interleaved = matches!(self, Self::OneForwardOneBackward | Self::ZeroBubbleH1);
+        let is_interleaved = matches!(
+            self,
+            Self::GPipe | Self::OneForwardOneBackward | Self::ZeroBubbleH1
+        );
         let least = self.virtual_stages();
         if virtual_stages < least || (virtual_stages > least && !is_interleaved) {
             let stages = match (least, is_interleaved) {

@@ -35,7 +35,7 @@ pub(super) fn of_rank(
         turns.list(warm_up, lag)
     };
     Ok(match schedule {
-        Schedule::GPipe => Turns::new(&stages, p, m).list(m, None),
+        Schedule::GPipe => Turns::new(&stages, m, m).list(stages.len() * m, None),
         Schedule::OneForwardOneBackward if stages.len() == 1 => in_turns(|after| after, None),
         Schedule::OneForwardOneBackward => in_turns(|after| 2 * after, None),
         Schedule::ZeroBubbleH1 => in_turns(|after| after, Some(rank)),
@@ -61,9 +61,9 @@ struct Turns {
 }
 
 impl Turns {
-    /// Groups of `num_ranks` micro-batches or, where this does not divide `m`, of sizes that differ by 1, the larger ones first.
-    fn new(stages: &[usize], num_ranks: usize, m: usize) -> Self {
-        let rounds = (m / num_ranks).max(1);
+    /// Groups of `len` micro-batches or, where this does not divide `m`, of sizes that differ by 1, the larger ones first.
+    fn new(stages: &[usize], len: usize, m: usize) -> Self {
+        let rounds = (m / len).max(1);
         let (size, num_larger) = (m / rounds, m % rounds);
         let start = |round: usize| round * size + round.min(num_larger);
         let groups = (0..rounds).map(|round| start(round)..start(round + 1));

@@ -23,7 +23,8 @@ pub struct ScheduleArgs {
     #[arg(long, default_value = "1f1b", value_parser = choice::<Schedule>())]
     #[serde(serialize_with = "by_name")]
     pub schedule: Schedule,
-    /// Stages on each pipeline rank; with more than 1, 1f1b and zb-h1 are interleaved [default: 1, of zbv and dualpipev 2]
+    /// Stages on each pipeline rank; with more than 1, 1f1b, zb-h1 and gpipe are interleaved, gpipe so that all micro-batches go through a
+    /// stage before the next one, which reads offloaded weights only twice a step [default: 1, of zbv and dualpipev 2]
     #[arg(long, value_name = "STAGES", value_parser = whole::<usize>(1..))]
     pub virtual_stages: Option<usize>,
 }
