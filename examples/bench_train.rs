@@ -65,7 +65,7 @@ use candle_train_examples::{
 use candle_train_models::{ModelConfig, flops_per_token};
 use candle_train_run::{
     Allocator, FreezeArgs, LayoutArgs, LossScaleArgs, RankArgs, exit_as_rank,
-    fingerprint_of_program, keep_freed_memory, peak_allocated_bytes,
+    fingerprint_of_program, keep_freed_memory, peak_allocated_bytes, return_freed_memory,
 };
 use candle_trainer::{
     BatchConfig, Batches, Checkpoints, DataPosition, LrSchedule, SampleConfig, Samples, StepTimes,
@@ -327,7 +327,10 @@ fn bench(
     let (dp_rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
     let batches = Batches::new(&samples, batch_config.clone(), dp_rank, dp, &Device::Cpu)?;
     let mut trainer = Trainer::new(train, &mesh, part)?;
-    keep_freed_memory();
+    match args.layout.offload().dirs.is_empty() {
+        true => keep_freed_memory(),
+        false => return_freed_memory(),
+    }
     if mesh.world.device().is_cuda() {
         trainer = trainer.with_device_times();
     }

@@ -38,7 +38,7 @@ mod training_run;
 mod without_effect;
 
 pub use adapter_base::{NamedModel, base_of, check_base, is_adapter, refuse_adapter};
-pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory};
+pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory, return_freed_memory};
 pub use args::batches::BatchArgs;
 pub use args::checkpoints::CheckpointArgs;
 pub use args::choices::{Choice, LrScheduleChoice, Named, Quantization, RecomputeChoice, choice};

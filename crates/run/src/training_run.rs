@@ -17,7 +17,7 @@ use candle_trainer::{
 };
 use toml::Table;
 
-use crate::allocator::keep_freed_memory;
+use crate::allocator::{keep_freed_memory, return_freed_memory};
 use crate::args::data::DATE;
 use crate::args::logs::Log;
 use crate::args::samples::SampleArgs;
@@ -395,7 +395,10 @@ impl TrainingRun<'_> {
             }
             Err(err) => return Ok(End::Refused(err)),
         }
-        keep_freed_memory();
+        match training.layout.offload().dirs.is_empty() {
+            true => keep_freed_memory(),
+            false => return_freed_memory(),
+        }
         let save_dir = training.checkpoints.save_dir.as_deref();
         if is_first {
             self.stop.speaks(save_dir, trainer.num_steps());

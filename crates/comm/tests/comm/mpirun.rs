@@ -68,7 +68,7 @@ pub fn output(
 /// Ranks of one thread.
 pub fn config() -> MpiConfig {
     MpiConfig {
-        deadline: Duration::from_secs(60),
+        deadline: Duration::from_secs(180),
         threads_per_rank: Some(1),
         ..MpiConfig::default()
     }

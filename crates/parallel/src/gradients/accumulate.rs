@@ -165,7 +165,11 @@ impl Gradients {
             None if self.params.groups().shards_gradients() => Ok(None),
             None => {
                 let has_values = !self.filled[bucket].is_empty();
-                self.sums.take(bucket, has_values).map(Some)
+                let sum = self.sums.take(bucket, has_values)?;
+                if has_values {
+                    self.sums.put(bucket, sum.clone());
+                }
+                Ok(Some(sum))
             }
         }
     }
@@ -284,6 +288,7 @@ impl Gradients {
         self.filled.iter_mut().for_each(HashSet::clear);
         self.has_gradient.fill(false);
         self.whole.fill(None);
+        self.sums.clear();
     }
 
     fn check_not_reduced(&self, bucket: usize, index: usize) -> Result<()> {

@@ -220,7 +220,7 @@ impl Gradients {
             }
             if let Some(whole) = self.whole[index].take() {
                 self.note_squares(index, &whole)?;
-                self.sums.put(index, whole)?;
+                self.sums.put(index, whole);
             }
         }
         Ok(())
@@ -280,7 +280,7 @@ impl Gradients {
             if self.sums.is_away() && is_last {
                 self.note_squares(index, &slice)?;
             }
-            self.sums.put(index, slice)?;
+            self.sums.put(index, slice);
         }
         Ok(())
     }
@@ -564,7 +564,7 @@ impl Gradients {
             Some(whole) => whole,
             None => own,
         };
-        self.sums.put(index, kept)?;
+        self.sums.put(index, kept);
         Ok(None)
     }
 

@@ -1,6 +1,7 @@
 //! The sums of a step's gradients, wherever they are.
 
 use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, bail};
@@ -13,7 +14,11 @@ use crate::params::{FlatBuffer, Parameters};
 pub(super) struct SumStore {
     /// Of each bucket, how long the sum is, and what of it this rank updates.
     lens: Vec<(usize, Range<usize>)>,
+    /// Of each bucket the block that is the last to add to it.
+    blocks: Vec<usize>,
     place: Place,
+    /// What was put back and is not away yet, as the next micro-batch of the same block may add to it.
+    idle: Mutex<Vec<(usize, FlatBuffer)>>,
     device: Device,
     meter: MemoryMeter,
 }
@@ -59,6 +64,8 @@ impl SumStore {
                 Some(store) => Place::Away(Box::new(store)),
                 None => Place::Resident(lens.iter().map(counted).collect::<Result<_>>()?),
             },
+            blocks: params.layout().of_gradients().map(|of| of.block).collect(),
+            idle: Mutex::new(Vec::new()),
             lens,
             device: device.clone(),
             meter: params.meter().clone(),
@@ -70,9 +77,21 @@ impl SumStore {
         matches!(self.place, Place::Away(_))
     }
 
-    /// A sum that is to be written to, and if it is away to be [put](Self::put) back. Unless it `has_values` of this step, nothing is read for
+    fn idle(&self) -> MutexGuard<'_, Vec<(usize, FlatBuffer)>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A sum that is to be written to, and if it may be away to be [put](Self::put) back; what was put back of other blocks goes. Unless it `has_values` of this step, nothing is read for
     /// it: what is here has what was left in it, and of what is away zeros are made.
     pub fn take(&self, index: usize, has_values: bool) -> Result<FlatBuffer> {
+        let mut idle = self.idle();
+        if let Some(place) = idle.iter().position(|(of, _)| *of == index) {
+            return Ok(idle.swap_remove(place).1);
+        }
+        let goes = |(of, _): &mut (usize, FlatBuffer)| self.blocks[*of] != self.blocks[index];
+        let going: Vec<_> = idle.extract_if(.., goes).collect();
+        drop(idle);
+        (going.into_iter()).try_for_each(|(of, sum)| self.store(of, sum))?;
         match &self.place {
             Place::Resident(sums) => Ok(sums[index].clone()),
             Place::Away(_) if !has_values => {
@@ -90,7 +109,13 @@ impl SumStore {
     }
 
     /// Takes a sum back, of which no other part is used any more.
-    pub fn put(&self, index: usize, sum: FlatBuffer) -> Result<()> {
+    pub fn put(&self, index: usize, sum: FlatBuffer) {
+        if self.is_away() {
+            self.idle().push((index, sum));
+        }
+    }
+
+    fn store(&self, index: usize, sum: FlatBuffer) -> Result<()> {
         let Place::Away(store) = &self.place else {
             return Ok(());
         };
@@ -100,8 +125,15 @@ impl SumStore {
         store.store(index, Fetched { tensors, held })
     }
 
-    /// Waits until what was put back is written, if it is in a file.
+    /// Forgets what was put back.
+    pub fn clear(&self) {
+        self.idle().clear();
+    }
+
+    /// Has all that was put back go, and waits until it is written, if it is in a file.
     pub fn finish(&self) -> Result<()> {
+        let going = std::mem::take(&mut *self.idle());
+        (going.into_iter()).try_for_each(|(of, sum)| self.store(of, sum))?;
         match &self.place {
             Place::Resident(_) => Ok(()),
             Place::Away(store) => store.finish(),

@@ -77,3 +77,45 @@ impl PlannedStore {
         }
     }
 }
+
+/// Sums of gradients that are away.
+pub(super) struct PlannedSums {
+    pub store: PlannedStore,
+    /// Of each bucket the block that is the last to add to it.
+    blocks: Vec<usize>,
+    /// Put back and not away yet.
+    idle: Vec<usize>,
+}
+
+impl PlannedSums {
+    pub fn new(store: PlannedStore, blocks: Vec<usize>) -> Self {
+        Self {
+            store,
+            blocks,
+            idle: Vec::new(),
+        }
+    }
+
+    /// A sum comes; those of other blocks go.
+    pub fn take(&mut self, bucket: usize, held: &mut Held) {
+        if let Some(place) = self.idle.iter().position(|of| *of == bucket) {
+            self.idle.swap_remove(place);
+            return;
+        }
+        let (blocks, block) = (&self.blocks, self.blocks[bucket]);
+        let going: Vec<usize> = (self.idle.extract_if(.., |of| blocks[*of] != block)).collect();
+        going.into_iter().for_each(|of| self.store.end(of, held));
+        self.store.take(bucket, held);
+    }
+
+    pub fn put(&mut self, bucket: usize) {
+        self.idle.push(bucket);
+    }
+
+    /// All go, and are written.
+    pub fn finish(&mut self, held: &mut Held) {
+        let going = std::mem::take(&mut self.idle);
+        going.into_iter().for_each(|of| self.store.end(of, held));
+        self.store.finish(held);
+    }
+}

@@ -6,7 +6,7 @@ use candle_core::{DType, Result, bail};
 use candle_ops::quantized_bytes;
 
 use super::held::{Held, Moment};
-use super::planned_store::PlannedStore;
+use super::planned_store::{PlannedStore, PlannedSums};
 use super::{PlannedPasses, PlannedUpdate, PlannedWork};
 use crate::memory::MemoryCategory;
 use crate::offload::OffloadPlace;
@@ -29,7 +29,7 @@ pub(super) struct PlannedRank<'a> {
     updates: bool,
     /// The optimizer's state, sums of gradients, and the weights, if they are not on the device.
     state: Option<(PlannedStore, StateSlices)>,
-    sums: Option<PlannedStore>,
+    sums: Option<PlannedSums>,
     weights: Option<PlannedStore>,
     held: Held,
     /// Blocks before the first one that is trained, if the first stage is here.
@@ -107,12 +107,10 @@ impl<'a> PlannedRank<'a> {
             });
             let gradients: Vec<usize> = gradients.collect();
             let of_all = gradients.iter().sum();
-            sums = PlannedStore::new(
-                work.offload.place_of_gradients(0, work.on_gpu),
-                MemoryCategory::Gradients,
-                gradients,
-                &mut held,
-            );
+            let place = work.offload.place_of_gradients(0, work.on_gpu);
+            let store = PlannedStore::new(place, MemoryCategory::Gradients, gradients, &mut held);
+            let blocks = spec.layout.of_gradients().map(|bucket| bucket.block);
+            sums = store.map(|store| PlannedSums::new(store, blocks.collect()));
             if sums.is_none() {
                 held.hold(MemoryCategory::Gradients, of_all);
             }
@@ -526,7 +524,7 @@ impl<'a> PlannedRank<'a> {
             (false, None) => {}
             _ if std::mem::replace(&mut self.is_whole[index], true) => {}
             (true, _) => self.held.hold(MemoryCategory::Buffers, bytes),
-            (false, Some(sums)) => sums.take(index, &mut self.held),
+            (false, Some(_)) => self.take_sum(index),
         }
     }
 
@@ -572,10 +570,17 @@ impl<'a> PlannedRank<'a> {
         !bucket.blocks.iter().any(is_owed)
     }
 
-    /// A sum that is away goes back.
+    /// A sum that is away comes.
+    fn take_sum(&mut self, index: usize) {
+        if let Some(sums) = &mut self.sums {
+            sums.take(index, &mut self.held);
+        }
+    }
+
+    /// It goes back.
     fn put(&mut self, index: usize) {
         if let Some(sums) = &mut self.sums {
-            sums.end(index, &mut self.held);
+            sums.put(index);
         }
     }
 
@@ -612,9 +617,7 @@ impl<'a> PlannedRank<'a> {
             };
             self.held
                 .free(MemoryCategory::Buffers, self.copy_bytes(index));
-            if let Some(sums) = &self.sums {
-                sums.take(index, &mut self.held);
-            }
+            self.take_sum(index);
             self.held
                 .free(MemoryCategory::Buffers, self.gradient_bytes(index));
             if self.sums.is_some() && !self.dividing.contains(&index) {
@@ -651,7 +654,7 @@ impl<'a> PlannedRank<'a> {
             }
         }
         self.finish_sums();
-        if let Some(sums) = &self.sums {
+        if let Some(PlannedSums { store: sums, .. }) = &self.sums {
             // Copies are compared together.
             let buckets = layout.buckets.iter().enumerate();
             let copies = buckets.filter(|(_, bucket)| bucket.sharing == Sharing::Copies);
@@ -683,14 +686,14 @@ impl<'a> PlannedRank<'a> {
                 let bytes = self.copy_bytes(stage);
                 self.held.free(MemoryCategory::Buffers, bytes);
             }
-            if let Some(sums) = self.sums.as_ref().filter(|_| is_divided) {
-                sums.take(stage, &mut self.held);
+            if is_divided {
+                self.take_sum(stage);
             }
         }
         for stage in self.spec.layout.stages_of(index) {
             self.is_whole[stage] = false;
             match &self.sums {
-                Some(sums) if stage != index => sums.release(stage, &mut self.held),
+                Some(sums) if stage != index => sums.store.release(stage, &mut self.held),
                 _ => self.put(stage),
             }
         }
@@ -707,8 +710,8 @@ impl<'a> PlannedRank<'a> {
                 &self.spec.layout.buckets[index],
                 order.get(place + 1).copied(),
             );
-            let stores = [&mut self.sums, &mut self.weights];
-            for store in stores.into_iter().flatten() {
+            let sums = self.sums.as_mut().map(|sums| &mut sums.store);
+            for store in sums.into_iter().chain(&mut self.weights) {
                 store.begin(index, next, &mut self.held);
             }
             if let Some((state, slices)) = &mut self.state {
@@ -718,7 +721,7 @@ impl<'a> PlannedRank<'a> {
                 }
             }
             if let Some(sums) = &self.sums {
-                sums.release(index, &mut self.held);
+                sums.store.release(index, &mut self.held);
             }
             if let Some(weights) = &mut self.weights {
                 weights.end(index, &mut self.held);

@@ -16,8 +16,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+use bytemuck::{cast_slice, cast_slice_mut};
 use candle_comm::{allocate_for, allocated_of_rank, message_of};
-use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
@@ -25,9 +26,6 @@ use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use super::store::{Fetched, Kept};
 use crate::checkpoint::{SpaceNeed, size_in_words};
 use crate::memory::{MemoryGuard, MemoryMeter};
-
-/// Bytes that are converted at a time.
-const CHUNK: usize = 1 << 20;
 
 /// The items of one rank.
 pub(super) struct FileStore {
@@ -65,7 +63,7 @@ struct Room {
     held: MemoryGuard,
 }
 
-/// Room for the values of a tensor, then these.
+/// Room for the values of a tensor, zeros, then these.
 enum Values {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
@@ -104,11 +102,10 @@ impl FileStore {
             return Err(fail(std::io::Error::other(words)));
         }
         warn_of_memory(dir);
-        let mut bytes = vec![0; CHUNK];
         for index in 0..num_items {
             for values in make(index)? {
                 let values = values.to_device(&Device::Cpu)?;
-                write_tensor(&mut file, &values, &mut bytes)?.map_err(fail)?;
+                write_tensor(&mut file, &values)?.map_err(fail)?;
             }
         }
         file.sync_data().map_err(fail)?;
@@ -119,7 +116,6 @@ impl FileStore {
         let worker = Worker {
             dir: dir.to_path_buf(),
             file,
-            bytes,
             kept: Arc::clone(&kept),
             failed: None,
         };
@@ -169,7 +165,7 @@ impl FileStore {
         let room = Room {
             held: self.kept.hold(index, &self.meter),
             tensors: tensors
-                .map(|&(len, dtype)| Values::with_capacity(len, dtype))
+                .map(|&(len, dtype)| Values::zeros(len, dtype))
                 .collect::<Result<_>>()?,
         };
         self.send(io, Request::Read(index, room))?;
@@ -298,8 +294,6 @@ impl Drop for Io {
 struct Worker {
     dir: PathBuf,
     file: File,
-    /// For what is converted; always there, as one for each use would count as something else.
-    bytes: Vec<u8>,
     kept: Arc<Kept>,
     /// Why an item could not be written: nothing that is read after that is right.
     failed: Option<String>,
@@ -350,11 +344,11 @@ impl Worker {
         self.file
             .seek(start)
             .map_err(|err| self.fail(&doing, index, &err))?;
-        let kept = Arc::clone(&self.kept);
         let mut tensors = Vec::new();
-        for (values, (len, _)) in room.tensors.into_iter().zip(&kept.items[index]) {
-            let values = values.read(*len, &mut self.file, &mut self.bytes);
-            tensors.push(values.map_err(|err| self.fail(&doing, index, &err))??);
+        for mut values in room.tensors {
+            let read = self.file.read_exact(values.bytes());
+            read.map_err(|err| self.fail(&doing, index, &err))?;
+            tensors.push(values.into_tensor()?);
         }
         leave_cache(&self.file, self.start_of(index), self.kept.num_bytes(index));
         Ok(Fetched {
@@ -370,7 +364,7 @@ impl Worker {
             .seek(start)
             .map_err(|err| self.fail(&doing, index, &err))?;
         for values in tensors {
-            let written = write_tensor(&mut self.file, values, &mut self.bytes)?;
+            let written = write_tensor(&mut self.file, values)?;
             written.map_err(|err| self.fail(&doing, index, &err))?;
         }
         // What is not on the disk yet cannot leave the cache.
@@ -389,38 +383,40 @@ fn leave_cache(file: &File, start: u64, num_bytes: usize) {
 }
 
 impl Values {
-    fn with_capacity(len: usize, dtype: DType) -> Result<Self> {
+    fn zeros(len: usize, dtype: DType) -> Result<Self> {
         Ok(match dtype {
-            DType::F32 => Self::F32(Vec::with_capacity(len)),
-            DType::BF16 => Self::Bf16(Vec::with_capacity(len)),
-            DType::F16 => Self::F16(Vec::with_capacity(len)),
-            DType::I16 => Self::I16(Vec::with_capacity(len)),
-            DType::U8 => Self::U8(Vec::with_capacity(len)),
+            DType::F32 => Self::F32(vec![0.0; len]),
+            DType::BF16 => Self::Bf16(vec![bf16::ZERO; len]),
+            DType::F16 => Self::F16(vec![f16::ZERO; len]),
+            DType::I16 => Self::I16(vec![0; len]),
+            DType::U8 => Self::U8(vec![0; len]),
             _ => return Err(not_kept(dtype)),
         })
     }
 
-    /// So many values from where the file is, through `bytes`.
-    fn read(
-        self,
-        len: usize,
-        file: &mut File,
-        bytes: &mut [u8],
-    ) -> std::io::Result<Result<Tensor>> {
-        macro_rules! values {
-            ($values:expr, $kind:ty) => {{
-                let mut values = $values;
-                read_values(file, (&mut values, len), bytes, <$kind>::from_le_bytes)?;
-                Tensor::from_vec(values, len, &Device::Cpu)
-            }};
+    /// Their bytes, as they are in memory: whoever reads them from the file is who wrote them.
+    fn bytes(&mut self) -> &mut [u8] {
+        match self {
+            Self::F32(values) => cast_slice_mut(values),
+            Self::Bf16(values) => cast_slice_mut(values),
+            Self::F16(values) => cast_slice_mut(values),
+            Self::I16(values) => cast_slice_mut(values),
+            Self::U8(values) => values,
         }
-        Ok(match self {
-            Self::F32(values) => values!(values, f32),
-            Self::Bf16(values) => values!(values, bf16),
-            Self::F16(values) => values!(values, f16),
-            Self::I16(values) => values!(values, i16),
-            Self::U8(values) => values!(values, u8),
-        })
+    }
+
+    fn into_tensor(self) -> Result<Tensor> {
+        fn flat<T: WithDType>(values: Vec<T>) -> Result<Tensor> {
+            let len = values.len();
+            Tensor::from_vec(values, len, &Device::Cpu)
+        }
+        match self {
+            Self::F32(values) => flat(values),
+            Self::Bf16(values) => flat(values),
+            Self::F16(values) => flat(values),
+            Self::I16(values) => flat(values),
+            Self::U8(values) => flat(values),
+        }
     }
 }
 
@@ -430,51 +426,20 @@ fn not_kept(dtype: DType) -> Error {
     ))
 }
 
-fn read_values<T, const N: usize>(
-    file: &mut File,
-    (values, len): (&mut Vec<T>, usize),
-    bytes: &mut [u8],
-    from_bytes: impl Fn([u8; N]) -> T,
-) -> std::io::Result<()> {
-    while values.len() < len {
-        let num_bytes = bytes.len().min((len - values.len()) * N);
-        file.read_exact(&mut bytes[..num_bytes])?;
-        let (chunk, _) = bytes[..num_bytes].as_chunks::<N>();
-        values.extend(chunk.iter().copied().map(&from_bytes));
-    }
-    Ok(())
-}
-
-/// Writes flat values of the host where the file is, through `bytes`.
-fn write_tensor(file: &mut File, values: &Tensor, bytes: &mut [u8]) -> Result<std::io::Result<()>> {
+/// Writes flat values of the host where the file is.
+fn write_tensor(file: &mut File, values: &Tensor) -> Result<std::io::Result<()>> {
     let (storage, layout) = values.storage_and_layout();
     let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
     else {
         bail!("{values:?} cannot be kept in a file; expected contiguous values of the host");
     };
     let part = start..end;
-    Ok(match storage {
-        CpuStorage::F32(all) => write_values(file, &all[part], bytes, f32::to_le_bytes),
-        CpuStorage::BF16(all) => write_values(file, &all[part], bytes, bf16::to_le_bytes),
-        CpuStorage::F16(all) => write_values(file, &all[part], bytes, f16::to_le_bytes),
-        CpuStorage::I16(all) => write_values(file, &all[part], bytes, i16::to_le_bytes),
-        CpuStorage::U8(all) => write_values(file, &all[part], bytes, u8::to_le_bytes),
+    Ok(file.write_all(match storage {
+        CpuStorage::F32(all) => cast_slice(&all[part]),
+        CpuStorage::BF16(all) => cast_slice(&all[part]),
+        CpuStorage::F16(all) => cast_slice(&all[part]),
+        CpuStorage::I16(all) => cast_slice(&all[part]),
+        CpuStorage::U8(all) => &all[part],
         _ => return Err(not_kept(values.dtype())),
-    })
-}
-
-fn write_values<T: Copy, const N: usize>(
-    file: &mut File,
-    values: &[T],
-    bytes: &mut [u8],
-    to_bytes: impl Fn(T) -> [u8; N],
-) -> std::io::Result<()> {
-    for chunk in values.chunks(bytes.len() / N) {
-        let (places, _) = bytes.as_chunks_mut::<N>();
-        for (place, value) in places.iter_mut().zip(chunk) {
-            *place = to_bytes(*value);
-        }
-        file.write_all(&bytes[..N * chunk.len()])?;
-    }
-    Ok(())
+    }))
 }
