@@ -5,7 +5,8 @@ use candle_comm::Degrees;
 use candle_core::{DType, Device, Error, Result};
 use candle_parallel::{
     AdamW, AdamWConfig, DataParallel, LoraConfig, MemoryCategory, MemoryPlan, Offload, ParamStore,
-    Plan, PlannedPasses, PlannedUpdate, PlannedWork, Recompute, Schedule, WeightFormat,
+    PipelineLayout, Plan, PlannedPasses, PlannedUpdate, PlannedWork, Recompute, Schedule,
+    WeightFormat,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use serde_json::json;
@@ -135,6 +136,40 @@ fn bytes(large: &Sizes, method: Method) -> Result<Bytes> {
     Ok(Bytes { state, activations })
 }
 
+/// Memory and room on a disk for training all weights with everything offloaded to files: at the moment when most is held.
+fn offloaded_bytes(large: &Sizes) -> Result<[f64; 2]> {
+    let config = large.config()?;
+    let vb = ParamStore::init(0).builder(DType::BF16, &Device::Cpu);
+    // A stage for each layer, and for embedding and head.
+    let mut layers = vec![1; large.layers + 2];
+    layers[0] = 0;
+    layers[large.layers + 1] = 0;
+    let ranks = Schedule::GPipe.placement(1, layers.len())?;
+    let parts = PartConfig {
+        layout: Some(PipelineLayout::of_layers(&layers, &ranks)?),
+        ..PartConfig::default()
+    };
+    let model = CausalLm::spec(&config, Degrees::default(), &vb, parts)?;
+    let plan = Plan::new(&Schedule::GPipe, model.layout(), 1)?;
+    let work = PlannedWork {
+        replicas: DataParallel::default(),
+        offload: &Offload::all().in_dir("files"),
+        on_gpu: false,
+        passes: Some(PlannedPasses {
+            plan: &plan,
+            tapes: model.tapes(),
+            recompute: Recompute::Full,
+            num_rows: NUM_TOKENS,
+        }),
+        update: Some(PlannedUpdate {
+            rule: &AdamW(AdamWConfig::default()),
+        }),
+    };
+    let memory = MemoryPlan::new(&model.of_rank(0), &work)?;
+    let disk = memory.report().of(MemoryCategory::Disk).peak;
+    Ok([memory.peak() as f64, disk as f64])
+}
+
 /// The model that the README tells of.
 const README_MODEL: &str = "Llama 3.1 8B";
 
@@ -147,11 +182,14 @@ fn what_fits_in_which_memory_is_what_the_documents_say() -> Result<()> {
         let methods = methods.map(|method| bytes(large, method));
         let [all, lora, on_blocks] = methods.map(|bytes| bytes.expect(large.name));
         let name = large.name;
+        let [memory, disk] = offloaded_bytes(large)?;
         let gb = |bytes: f64| bytes / 1e9;
         let sum = |bytes: Bytes| gb(bytes.state + bytes.activations[1]);
         let of_readme = format!(
-            "{:.0} GB for all weights, {:.1} for LoRA on a base of 4.5 bits",
+            "{:.0} GB for all weights, {:.1} with {:.0} more in files, {:.1} for LoRA on a base of 4.5 bits",
             sum(all),
+            gb(memory),
+            gb(disk),
             sum(on_blocks)
         );
         assert!(
@@ -159,12 +197,14 @@ fn what_fits_in_which_memory_is_what_the_documents_say() -> Result<()> {
             "{of_readme}"
         );
         let of_guide = format!(
-            "| {name} | {:.1} | {:.1} | {:.1} | {:.1} | {:.2} |",
+            "| {name} | {:.1} | {:.1} | {:.1} | {:.1} | {:.2} | {:.1} | {:.0} |",
             gb(all.state),
             gb(lora.state),
             gb(on_blocks.state),
             gb(all.activations[0]),
-            gb(all.activations[1])
+            gb(all.activations[1]),
+            gb(memory),
+            gb(disk)
         );
         assert!(guide.lines().any(|line| line == of_guide), "{of_guide}");
     }

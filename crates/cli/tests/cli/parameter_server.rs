@@ -88,6 +88,24 @@ fn synchronous_servers_give_the_bits_of_data_parallelism() {
 }
 
 #[test]
+fn what_servers_and_workers_keep_in_files_changes_no_bit() {
+    let reference = Workspace::new();
+    let (program, path) = replicas(&reference, 2);
+    with_servers(program, 2).flag("--dtype", "bf16").succeeds();
+    let expected = numbers(&path);
+    for offload in ["optimizer", "gradients", "params", "all"] {
+        let workspace = Workspace::new();
+        let (program, path) = replicas(&workspace, 2);
+        let program = with_servers(program, 2).flag("--dtype", "bf16");
+        let program = program.flag("--offload", offload);
+        let folder = workspace.path("");
+        program.flag("--offload-dir", folder.display()).succeeds();
+        assert_eq!(numbers(&path), expected, "{offload}");
+        assert!(weights(&workspace) == weights(&reference), "{offload}");
+    }
+}
+
+#[test]
 fn asynchronous_workers_are_as_far_ahead_as_they_may() {
     let workspace = Workspace::new();
     let (program, path) = replicas(&workspace, 2);

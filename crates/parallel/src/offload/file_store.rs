@@ -40,7 +40,8 @@ struct Io {
     /// Until the end.
     requests: Option<Sender<Request>>,
     replies: Receiver<Result<Fetched>>,
-    written: Receiver<Result<()>>,
+    /// With what was written, which is freed here, where it is counted.
+    written: Receiver<(Vec<Tensor>, Result<()>)>,
     /// What is being written.
     behind: Option<MemoryGuard>,
     /// Items that are being read, in this order.
@@ -239,7 +240,10 @@ impl FileStore {
     pub fn finish(&self) -> Result<()> {
         let mut io = self.io();
         match io.behind.take() {
-            Some(_held) => io.written.recv().map_err(|_| self.ended())?,
+            Some(_held) => {
+                let (_tensors, done) = io.written.recv().map_err(|_| self.ended())?;
+                done
+            }
             None => Ok(()),
         }
     }
@@ -304,7 +308,7 @@ impl Worker {
         mut self,
         requests: &Receiver<Request>,
         replies: &Sender<Result<Fetched>>,
-        written: &Sender<Result<()>>,
+        written: &Sender<(Vec<Tensor>, Result<()>)>,
     ) {
         for request in requests {
             let failed = self.failed.as_ref().map(Error::msg);
@@ -316,9 +320,8 @@ impl Worker {
                 }
                 Request::Write(index, tensors) => {
                     let done = failed.map_or_else(|| self.write(index, &tensors), Err);
-                    drop(tensors);
                     self.failed = done.as_ref().err().map(message_of);
-                    let _ = written.send(done);
+                    let _ = written.send((tensors, done));
                 }
             }
         }
