@@ -243,21 +243,21 @@ impl StateStore {
         else {
             return Ok((Vec::new(), None));
         };
-        let mut whole: Vec<Tensor> = Vec::new();
-        let mut held = None;
+        // Put together on the host: not all types can be on a GPU.
+        let zeros = shapes[index].tensors();
+        let zeros = zeros.map(|(len, dtype)| Tensor::zeros(len, dtype, &Device::Cpu));
+        let whole = zeros.collect::<Result<Vec<Tensor>>>()?;
+        let bytes = shapes[index].num_bytes();
+        let held = Some(store.hold(MemoryCategory::Optimizer, bytes));
+        let mut device = Device::Cpu;
         for (item, _, part) in slices.of(index, None) {
-            let fetched = store.fetch(item)?;
-            if whole.is_empty() {
-                held = Some(store.hold(MemoryCategory::Optimizer, shapes[index].num_bytes()));
-                let zeros = fetched.tensors.iter().zip(shapes[index].tensors());
-                let zeros = zeros
-                    .map(|(of_part, (len, dtype))| Tensor::zeros(len, dtype, of_part.device()));
-                whole = zeros.collect::<Result<_>>()?;
-            }
-            for (whole, of_part) in whole.iter().zip(&fetched.tensors) {
-                whole.slice_set(of_part, 0, part.start)?;
+            for (whole, of_part) in whole.iter().zip(store.fetch(item)?.tensors) {
+                device = of_part.device().clone();
+                whole.slice_set(&of_part.to_device(&Device::Cpu)?, 0, part.start)?;
             }
         }
+        let whole = whole.iter().map(|whole| whole.to_device(&device));
+        let whole = whole.collect::<Result<_>>()?;
         Ok((whole, held))
     }
 
