@@ -19,7 +19,7 @@ pub const ALLOCATOR: Allocator = CountingAllocator(MiMalloc);
 
 /// `mi_option_purge_delay` in `mi_option_e` of mimalloc.h, versions 2 and 3.
 const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-/// Values of the purge delay that mean: never, and after so many milliseconds, as at once costs a fifth of a step.
+/// Values of the purge delay that mean: never, and after so many milliseconds: at once would have each buffer of a step zeroed anew.
 const NEVER: c_long = -1;
 const SOON: c_long = 30;
 
@@ -34,8 +34,8 @@ pub fn keep_freed_memory() {
     }
 }
 
-/// Has the process give back what it frees soon, for runs that keep in files what would not fit: a file's thread fills and frees buffers of
-/// many sizes, and what is free of them would be half as much again as what is used.
+/// Has the process give back what it frees soon, for runs that keep in files what would not fit: their buffers have many sizes, and what is free
+/// of them would stay beside what is used.
 pub fn return_freed_memory() {
     // SAFETY: as above.
     unsafe {

@@ -16,7 +16,8 @@ impl DistributedOptimizer {
     /// Updates this rank's part of a bucket's parameters, group by group; the state of the bucket `next` comes meanwhile.
     pub(super) fn update_bucket(
         &self,
-        (index, next): (usize, Option<usize>),
+        index: usize,
+        next: Option<usize>,
         reduced: &ReducedGradients,
         number: usize,
         lr: f64,
@@ -32,7 +33,7 @@ impl DistributedOptimizer {
                     weight_decay: group.and_then(|group| group.weight_decay),
                     grad_scale: reduced.scale(),
                 };
-                self.update_group((index, part), &slots, grad.tensor(), state, &step)?;
+                self.update_group(index, part, &slots, grad.tensor(), state, &step)?;
             }
             Ok(())
         })
@@ -42,7 +43,8 @@ impl DistributedOptimizer {
     /// the rule needs no more than that, then matrix by matrix. `state` is that of the part.
     fn update_group(
         &self,
-        (index, part): (usize, &Range<usize>),
+        index: usize,
+        part: &Range<usize>,
         slots: &[&Slot],
         grad: &Tensor,
         state: &BucketState,

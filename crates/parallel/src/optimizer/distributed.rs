@@ -315,7 +315,7 @@ impl DistributedOptimizer {
             for index in [Some(index), next].into_iter().flatten() {
                 reduced.start_fetch(index)?;
             }
-            let update = || self.update_bucket((index, next), &reduced, number, lr);
+            let update = || self.update_bucket(index, next, &reduced, number, lr);
             params.change_weights(index, next, update).map_err(|err| {
                 let first = bucket.slots.first();
                 let name = first.map_or("nothing", |slot| &params.get(slot.param).name);
@@ -382,7 +382,7 @@ fn new_store(params: &Parameters, rules: &Rules, mesh: &Mesh) -> Result<StateSto
         let kinds = shape.tensors_of(part).into_iter().take(shape.kinds.len());
         let zeros = |(len, _)| Ok(FlatBuffer::zeros(len, device)?.into_tensor());
         let masters = |dtype| {
-            let masters = || master_weights(params, (index, part), dtype, device);
+            let masters = || master_weights(params, index, part, dtype, device);
             match dtype {
                 // What the weights have of them is a part of the weights.
                 DType::I16 => params.change_weights(index, None, masters),
@@ -397,6 +397,6 @@ fn new_store(params: &Parameters, rules: &Rules, mesh: &Mesh) -> Result<StateSto
     let offload = params.offload();
     let place = offload.place_of_optimizer(mesh.world.rank(), !device.is_cpu());
     let shapes = shapes.collect::<Result<_>>()?;
-    let place = (place, offload.update_values);
-    StateStore::new(place, device, params.meter(), shapes, initial)
+    let (update_values, meter) = (offload.update_values, params.meter());
+    StateStore::new(place, update_values, device, meter, shapes, initial)
 }

@@ -89,7 +89,8 @@ impl DistributedOptimizer {
                 }
                 let remainders = split_masters(
                     &self.params,
-                    (index, &(0..kept.elem_count())),
+                    index,
+                    &(0..kept.elem_count()),
                     masters,
                     kept.device(),
                 )?;
@@ -129,7 +130,8 @@ impl DistributedOptimizer {
 /// weights were rounded from, or, where the weights were changed since, with theirs.
 pub(super) fn master_weights(
     params: &Parameters,
-    (index, part): (usize, &Range<usize>),
+    index: usize,
+    part: &Range<usize>,
     dtype: DType,
     device: &Device,
 ) -> Result<Tensor> {
@@ -155,7 +157,7 @@ pub(super) fn master_weights(
     if dtype == DType::F32 {
         return Ok(masters);
     }
-    split_masters(params, (index, part), &masters, device)
+    split_masters(params, index, part, &masters, device)
 }
 
 /// A part of what this rank updates of a bucket, as a range of the bucket.
@@ -169,7 +171,8 @@ pub(super) fn part_of_own(params: &Parameters, index: usize, part: &Range<usize>
 /// `device`.
 fn split_masters(
     params: &Parameters,
-    (index, part): (usize, &Range<usize>),
+    index: usize,
+    part: &Range<usize>,
     masters: &Tensor,
     device: &Device,
 ) -> Result<Tensor> {

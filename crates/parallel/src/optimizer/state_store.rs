@@ -168,7 +168,8 @@ impl StateStore {
     /// # Errors
     /// Memory or space that is missing, and files that cannot be written.
     pub fn new(
-        (place, update_values): (OffloadPlace<'_>, usize),
+        place: OffloadPlace<'_>,
+        update_values: usize,
         device: &Device,
         meter: &MemoryMeter,
         shapes: Vec<BucketShape>,
@@ -227,38 +228,11 @@ impl StateStore {
                     store.keep(item, fetched);
                     return seen;
                 }
-                let (tensors, _held) = self.whole(index)?;
+                let _held = store.hold(MemoryCategory::Optimizer, shapes[index].num_bytes());
+                let tensors = joined(store, &shapes[index], &parts)?;
                 look(&shapes[index].assemble(&tensors))
             }
         }
-    }
-
-    /// The tensors of a bucket that is away in parts.
-    fn whole(&self, index: usize) -> Result<(Vec<Tensor>, Option<MemoryGuard>)> {
-        let Place::Away {
-            store,
-            shapes,
-            slices,
-        } = &self.0
-        else {
-            return Ok((Vec::new(), None));
-        };
-        // Put together on the host: not all types can be on a GPU.
-        let zeros = shapes[index].tensors();
-        let zeros = zeros.map(|(len, dtype)| Tensor::zeros(len, dtype, &Device::Cpu));
-        let whole = zeros.collect::<Result<Vec<Tensor>>>()?;
-        let bytes = shapes[index].num_bytes();
-        let held = Some(store.hold(MemoryCategory::Optimizer, bytes));
-        let mut device = Device::Cpu;
-        for (item, _, part) in slices.of(index, None) {
-            for (whole, of_part) in whole.iter().zip(store.fetch(item)?.tensors) {
-                device = of_part.device().clone();
-                whole.slice_set(&of_part.to_device(&Device::Cpu)?, 0, part.start)?;
-            }
-        }
-        let whole = whole.iter().map(|whole| whole.to_device(&device));
-        let whole = whole.collect::<Result<_>>()?;
-        Ok((whole, held))
     }
 
     /// Lets `change` write to the tensors of bucket `index`.
@@ -282,18 +256,20 @@ impl StateStore {
             store.store(item, fetched)?;
             return store.finish().map(|()| changed);
         }
-        let (tensors, _held) = self.whole(index)?;
+        let _held = store.hold(MemoryCategory::Optimizer, shapes[index].num_bytes());
+        let tensors = joined(store, &shapes[index], &parts)?;
         let changed = change(&shapes[index].assemble(&tensors))?;
         for (item, _, part) in parts {
             let of_part = tensors.iter().map(|whole| {
                 let of_part = whole.narrow(0, part.start, part.len())?;
                 of_part.force_contiguous()
             });
-            let of_part = of_part.collect::<Result<Vec<_>>>()?;
             let bytes = num_bytes_of(shapes[index].tensors_of(part));
-            let held = store.hold(MemoryCategory::Optimizer, bytes);
-            let tensors = of_part;
-            store.store(item, Fetched { tensors, held })?;
+            let of_part = Fetched {
+                held: store.hold(MemoryCategory::Optimizer, bytes),
+                tensors: of_part.collect::<Result<_>>()?,
+            };
+            store.store(item, of_part)?;
         }
         store.finish().map(|()| changed)
     }
@@ -331,4 +307,25 @@ impl StateStore {
             None => store.finish(),
         }
     }
+}
+
+/// The tensors of a bucket whose state is away in these parts.
+fn joined(
+    store: &OffloadStore,
+    shape: &BucketShape,
+    parts: &[(usize, Option<usize>, &Range<usize>)],
+) -> Result<Vec<Tensor>> {
+    // On the host: a GPU copies no 16-bit integers into a part of a tensor.
+    let zeros = shape.tensors();
+    let zeros = zeros.map(|(len, dtype)| Tensor::zeros(len, dtype, &Device::Cpu));
+    let whole = zeros.collect::<Result<Vec<Tensor>>>()?;
+    let mut device = Device::Cpu;
+    for (item, _, part) in parts {
+        for (whole, of_part) in whole.iter().zip(store.fetch(*item)?.tensors) {
+            device = of_part.device().clone();
+            whole.slice_set(&of_part.to_device(&Device::Cpu)?, 0, part.start)?;
+        }
+    }
+    let whole = whole.iter().map(|whole| whole.to_device(&device));
+    whole.collect()
 }

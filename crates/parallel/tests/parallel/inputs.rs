@@ -14,13 +14,14 @@ fn step(
     zero: ZeroStage,
     change: impl Fn(&mut Vec<Pass>) -> Result<()> + Sync,
 ) -> Vec<Result<PassReport>> {
-    offloaded_step(layout, (zero, Offload::default()), change)
+    offloaded_step(layout, zero, &Offload::default(), change)
 }
 
 /// The same, with what is named away from the device.
 fn offloaded_step(
     layout: (usize, usize, usize),
-    (zero, offload): (ZeroStage, Offload),
+    zero: ZeroStage,
+    offload: &Offload,
     change: impl Fn(&mut Vec<Pass>) -> Result<()> + Sync,
 ) -> Vec<Result<PassReport>> {
     on_mesh(layout, |mesh| {
@@ -71,11 +72,11 @@ fn replicas_with_unequal_numbers_of_micro_batches() {
     assert!(results.iter().all(Result::is_ok));
     // Weights that are away come from all that divide them.
     let dir = tempfile::tempdir().unwrap();
-    let offloaded = |zero| (zero, Offload::all().in_dir(dir.path()));
-    for result in offloaded_step((1, 3, 1), offloaded(ZeroStage::One), drop_one) {
+    let offload = Offload::all().in_dir(dir.path());
+    for result in offloaded_step((1, 3, 1), ZeroStage::One, &offload, drop_one) {
         assert_says(&message(result), &["replicas", "rank 0 has 3", "ZeRO-0"]);
     }
-    let results = offloaded_step((1, 3, 1), offloaded(ZeroStage::Zero), drop_one);
+    let results = offloaded_step((1, 3, 1), ZeroStage::Zero, &offload, drop_one);
     assert!(results.iter().all(Result::is_ok));
 }
 

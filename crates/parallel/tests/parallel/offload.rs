@@ -172,6 +172,23 @@ fn bits_are_the_same_wherever_the_state_is() {
 }
 
 #[test]
+fn values_that_were_looked_at_stay_what_they_were() -> Result<()> {
+    let (dir, mesh, chain) = (tempdir().unwrap(), single_mesh(), Chain::default());
+    let store = ParamStore::init(5).with_offload(Offload::all().in_dir(dir.path()));
+    let part = chain.part(&mesh, &store)?;
+    let mut optimizer = DistributedOptimizer::new(part.params(), &mesh, adamw())?;
+    for index in 0..part.params().len() {
+        let looked_at = part.params().values(index)?.flatten_all()?;
+        let before = looked_at.to_vec1::<f32>()?;
+        steps(chain, &mesh, &part, &mut optimizer)?;
+        assert_eq!(looked_at.to_vec1::<f32>()?, before);
+        let after = part.params().values(index)?.flatten_all()?;
+        assert_ne!(after.to_vec1::<f32>()?, before, "nothing was trained");
+    }
+    Ok(())
+}
+
+#[test]
 fn state_moves_from_one_place_to_another() -> Result<()> {
     let (dir, mesh) = (tempdir().unwrap(), single_mesh());
     let places = [

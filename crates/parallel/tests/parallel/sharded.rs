@@ -453,4 +453,13 @@ fn groups_that_do_not_fit_are_refused() {
         &copied(ZeroStage::Three, Some(4), 8),
         &["zero-secondary(8)", "zero-group(4)", "such as 4"],
     );
+    let in_tiles = DataParallel {
+        zero_secondary: Some(2),
+        tile_linears: 3,
+        ..DataParallel::from(ZeroStage::Three)
+    };
+    assert_says(
+        &message(in_tiles.validate(4)),
+        &["zero-secondary(2)", "tile-linears(3)", "leave one"],
+    );
 }
