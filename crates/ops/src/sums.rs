@@ -2,9 +2,9 @@
 
 use crate::dispatch::on_cuda;
 use crate::element::{Element, by_float};
-use crate::host::HostF32;
+use crate::host::detached;
 use crate::host_floats::HostFloats;
-use crate::in_place::write;
+use crate::in_place::{must_not_share, write};
 use crate::vectorised::vectorised;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
@@ -17,17 +17,26 @@ const LANES: usize = 32;
 /// Writes, or adds if `add`, the sum of `xs` in f64 to `dst`; outside any graph.
 ///
 /// # Shapes
-/// `dst` one f64 value; `xs`, f32, of any shape, on the same device.
+/// `dst` one f64 value; `xs`, f32 or f64, of any shape, on the same device.
 ///
 /// # Errors
-/// When `dst` is not one f64 value, `xs` is not f32, or they are on different devices.
+/// When `dst` is not one f64 value, `xs` is neither f32 nor f64, or they are on different devices or share a storage.
 pub fn sum_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
     let op = "sum_into";
     one_value(op, "dst", dst)?;
+    let (dtype, device) = (xs.dtype(), xs.device());
+    if !matches!(dtype, DType::F32 | DType::F64) || !device.same_device(dst.device()) {
+        bail!(
+            "{op}: expected xs of F32 or F64 on {:?}, got {dtype:?} on {:?}",
+            dst.device().location(),
+            device.location()
+        )
+    }
+    must_not_share(op, dst, xs)?;
     on_cuda!(dst => crate::cuda::sum_into(dst, add, xs));
     let _timer = crate::op_timer::op(op);
-    let xs = HostF32::new(op, "xs", xs)?;
-    let sum: f64 = xs.read().iter().copied().map(f64::from).sum();
+    let xs = detached(xs)?.to_dtype(DType::F64)?.flatten_all()?;
+    let sum: f64 = xs.to_vec1::<f64>()?.iter().sum();
     write::<f64>(op, "dst", dst, 1, |dst| {
         dst[0] = if add { dst[0] + sum } else { sum };
     })

@@ -181,7 +181,7 @@ fn a_gpu_without_memory_says_what_holds_it() {
             "CUDA_ERROR_OUT_OF_MEMORY",
             &format!("Emulated GPU: {size} in all"),
             "this rank: nothing but weights so far",
-            "hint: --dtype bf16, --dp with --zero 3, --tp and --pp",
+            "hint: --dtype bf16, --dp with --zero 3, --offload params --offload-dir DIR, --tp and --pp",
         ]);
     }
 }

@@ -5,17 +5,14 @@ use super::gpu::{BLOCK, Gpu};
 use super::launch;
 use super::pointer::Out;
 use crate::host::detached;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor};
 
 /// Blocks that leave a partial sum each.
 const MAX_PARTIALS: usize = 1056;
 
-/// Writes or adds the sum of `xs`, f32, to `dst`, one f64 value.
+/// Writes or adds the sum of `xs`, f32 or f64, to `dst`, one f64 value.
 pub(crate) fn sum_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
     let gpu = Gpu::of("sum_into", dst)?;
-    if xs.dtype() != DType::F32 {
-        bail!("{}: expected xs of F32, got {:?}", gpu.op(), xs.dtype())
-    }
     let xs = detached(xs)?.to_dtype(DType::F64)?;
     let values = gpu.read::<f64>("xs", &xs)?;
     let (launch, count) = (gpu.blocks(1, BLOCK, 256)?, gpu.i32(xs.elem_count())?);

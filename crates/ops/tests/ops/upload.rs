@@ -35,9 +35,14 @@ fn sums_are_written_and_added_in_f64() -> Result<()> {
             let got = sum.to_scalar::<f64>()?;
             // Sums in f32 would be off by 1e-7 and more.
             assert!((got - 2.0 * want).abs() <= 1e-12 * n as f64, "{got} {want}");
+            sum_into(&sum, false, &xs.to_dtype(DType::F64)?)?;
+            assert_eq!(2.0 * sum.to_scalar::<f64>()?, got);
         }
         let wide = Tensor::zeros((), DType::F32, &device())?;
         assert!(sum_into(&wide, true, &wide).is_err());
+        let half = Tensor::zeros(4, DType::F16, &device())?;
+        assert!(sum_into(&sum, true, &half).is_err());
+        // The values that are summed may not be those that change.
         assert!(sum_into(&sum, true, &sum).is_err());
         Ok(())
     })

@@ -1,7 +1,7 @@
 //! Sums of squares, of which the norm is made.
 
 use candle_core::{DType, Result, Tensor};
-use candle_ops::sum_of_squares_into;
+use candle_ops::{sum_into, sum_of_squares_into};
 
 use crate::params::{FlatBuffer, Parameters};
 use crate::placement::{intersect, joined};
@@ -38,8 +38,11 @@ impl Squares {
         Ok(())
     }
 
-    /// The sum over all buckets.
+    /// The sum over all buckets, one value.
     pub fn sum(&self) -> Result<Tensor> {
-        self.0.sum_keepdim(0)
+        // Not candle's sum, which sends the shape to a GPU from memory that is not pinned: the host may wait for that.
+        let sum = Tensor::zeros(1, DType::F64, self.0.device())?;
+        sum_into(&sum, false, &self.0)?;
+        Ok(sum)
     }
 }
