@@ -40,7 +40,6 @@ pub(crate) struct Fetched {
 /// Items in the host's memory, or in a file. What is written is what later fetches give, whatever was under way.
 pub(crate) struct OffloadStore {
     place: Place,
-    meter: MemoryMeter,
     _held: MemoryGuard,
 }
 
@@ -67,7 +66,6 @@ impl OffloadStore {
         let items = 0..kept.items.len();
         let num_bytes = items.map(|index| kept.num_bytes(index)).sum();
         Ok(Some(Self {
-            meter: meter.clone(),
             _held: meter.hold(category, num_bytes),
             place: match place {
                 OffloadPlace::File(dir) => {
@@ -76,11 +74,6 @@ impl OffloadStore {
                 _ => Place::Host(HostStore::new(kept, device, meter, make)?),
             },
         }))
-    }
-
-    /// Counts bytes of what is made of items, or into them.
-    pub fn hold(&self, category: MemoryCategory, num_bytes: usize) -> MemoryGuard {
-        self.meter.hold(category, num_bytes)
     }
 
     /// Starts to fetch an item, so that [`Self::fetch`] has it sooner.

@@ -9,7 +9,7 @@ use candle_comm::Mesh;
 use candle_core::{DType, Result, Tensor, Var, bail};
 
 use super::loss_scaling::{LossScaler, LossScaling};
-use super::master_weights::master_weights;
+use super::master_weights::{master_weights, part_of_own};
 use super::rules::Rules;
 use super::state_store::{BucketState, StateStore};
 use super::{AdamW, AdamWConfig, Optimizer, ParamGroup};
@@ -20,7 +20,7 @@ use crate::params::{
     BucketWeights, FlatBuffer, Parameters, ReplicaGroups, SaveSource, gather_range,
 };
 use crate::pass::PipelineRank;
-use crate::placement::intersect;
+use crate::placement::{intersect, offset_by};
 
 /// The optimizer of one rank: updates the rank's part of the parameters by an [`Optimizer`]'s rule, and fetches the others'.
 pub struct DistributedOptimizer {
@@ -195,20 +195,26 @@ impl DistributedOptimizer {
         let slices = groups.slices(whole.len);
         let slices: Vec<_> = slices.iter().map(|s| intersect(s, &slot.range)).collect();
         let (mine, device) = (&slices[groups.shard.rank()], groups.shard.device());
-        let own = self.store.read(bucket, |state| match &state.master {
-            None => Ok(None),
-            // candle asks a GPU for no bytes, which is an error to it.
-            Some(_) if mine.is_empty() => {
-                let one = Tensor::zeros(1, DType::F32, device)?;
-                Ok(Some(one.narrow(0, 0, 0)?))
-            }
-            Some(kept) => {
-                let masters = self.masters(bucket, slot, mine, kept)?;
-                Ok(Some(masters.to_device(device)?))
-            }
-        })?;
-        let Some(own) = own else {
+        if self.store.shape(bucket).master.is_none() {
             return Ok(None);
+        }
+        // candle asks a GPU for no bytes, which is an error to it.
+        let nothing = || Tensor::zeros(1, DType::F32, device)?.narrow(0, 0, 0);
+        let mut masters = Vec::new();
+        if !mine.is_empty() {
+            let in_own = offset_by(mine, self.own_range(bucket).start);
+            self.store.read(bucket, &in_own, |part, state| {
+                let of_part = intersect(mine, &part_of_own(&self.params, bucket, part));
+                if let Some(kept) = state.master.as_ref().filter(|_| !of_part.is_empty()) {
+                    let of_part = self.masters(bucket, part, slot, &of_part, kept)?;
+                    masters.push(of_part.to_device(device)?);
+                }
+                Ok(())
+            })?;
+        }
+        let own = match &masters[..] {
+            [] => nothing()?,
+            masters => Tensor::cat(masters, 0)?,
         };
         let values = gather_range(&slot.range, &slices, &own, &groups.shard)?;
         Ok(Some(values.reshape(self.params.get(index).local_shape())?))

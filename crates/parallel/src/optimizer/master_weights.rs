@@ -37,16 +37,17 @@ pub(super) fn master_dtype(
 }
 
 impl DistributedOptimizer {
-    /// The masters of `mine`, the values that this rank updates of the parameter at `slot` of bucket `index`, which must not be empty: flat,
-    /// in f32. `kept` are the masters or remainders of all that it updates of the bucket.
+    /// The masters of `mine`, values of the parameter at `slot` of bucket `index` in `part` of what this rank updates of it, which must not be
+    /// empty: flat, in f32. `kept` are the masters or remainders of the part.
     pub(super) fn masters(
         &self,
         index: usize,
+        part: &Range<usize>,
         slot: &Slot,
         mine: &Range<usize>,
         kept: &Tensor,
     ) -> Result<Tensor> {
-        let start = mine.start - self.own_range(index).start;
+        let start = mine.start - part_of_own(&self.params, index, part).start;
         let kept = kept.narrow(0, start, mine.len())?;
         if kept.dtype() == DType::F32 {
             return Ok(kept);
@@ -60,63 +61,67 @@ impl DistributedOptimizer {
         Tensor::from_vec(masters.collect(), mine.len(), &Device::Cpu)
     }
 
-    /// Lets `look` read the state of bucket `index`, with its masters in f32.
-    pub(super) fn read<T>(
+    /// Lets `look` read the parts of the state of bucket `index` that have values at `range` of what this rank updates, with masters in f32.
+    pub(super) fn read(
         &self,
         index: usize,
-        look: impl FnOnce(&BucketState) -> Result<T>,
-    ) -> Result<T> {
-        self.store
-            .read(index, |bucket| look(&self.joined(index, bucket)?))
+        range: &Range<usize>,
+        mut look: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
+    ) -> Result<()> {
+        let look = |part: &Range<usize>, state: &BucketState| {
+            look(part, &self.joined(index, part, state)?)
+        };
+        self.store.read(index, range, look)
     }
 
-    /// Lets `change` write to the state of bucket `index`, with its masters in f32. Weights that are a part of their masters change
-    /// with these.
-    pub(super) fn change<T>(
+    /// Lets `change` write to the state of bucket `index`, part by part, with its masters in f32. Weights that are a part of their masters
+    /// change with these.
+    pub(super) fn change(
         &self,
         index: usize,
-        change: impl FnOnce(&BucketState) -> Result<T>,
-    ) -> Result<T> {
-        let change = |bucket: &BucketState| {
-            let joined = self.joined(index, bucket)?;
-            let changed = change(&joined)?;
-            if let (Some(masters), Some(kept)) = (&joined.master, &bucket.master)
+        mut change: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
+    ) -> Result<()> {
+        let change = |part: &Range<usize>, state: &BucketState| {
+            let joined = self.joined(index, part, state)?;
+            change(part, &joined)?;
+            if let (Some(masters), Some(kept)) = (&joined.master, &state.master)
                 && kept.dtype() == DType::I16
             {
-                if let Some(sharded) = self.params.sharded() {
-                    // Nothing that was gathered before may be taken for changed.
-                    sharded.free_all()?;
-                }
-                let remainders = split_masters(
-                    &self.params,
-                    index,
-                    &(0..kept.elem_count()),
-                    masters,
-                    kept.device(),
-                )?;
+                let remainders = split_masters(&self.params, index, part, masters, kept.device())?;
                 move_storage(&remainders, kept)?;
-                for slot in &self.params.layout().buckets[index].slots {
-                    self.params.set_save_source(slot.param, SaveSource::Update);
-                }
             }
-            Ok(changed)
+            Ok(())
         };
+        if self.store.shape(index).master == Some(DType::I16) {
+            if let Some(sharded) = self.params.sharded() {
+                // Nothing that was gathered before may be taken for changed.
+                sharded.free_all()?;
+            }
+            for slot in &self.params.layout().buckets[index].slots {
+                self.params.set_save_source(slot.param, SaveSource::Update);
+            }
+        }
         self.params
-            .change_weights(index, None, || self.store.change(index, change))
+            .change_weights(index, None, || self.store.update(index, None, change))
     }
 
-    /// The bucket with its masters in f32: on the host, if only remainders are kept.
-    fn joined(&self, index: usize, bucket: &BucketState) -> Result<BucketState> {
-        let mut joined = bucket.clone();
-        if let Some(kept) = &bucket.master
+    /// A part of the bucket with its masters in f32: on the host, if only remainders are kept.
+    fn joined(
+        &self,
+        index: usize,
+        part: &Range<usize>,
+        state: &BucketState,
+    ) -> Result<BucketState> {
+        let mut joined = state.clone();
+        if let Some(kept) = &state.master
             && kept.dtype() == DType::I16
         {
-            let own = self.own_range(index);
+            let own = part_of_own(&self.params, index, part);
             let masters = FlatBuffer::zeros(own.len(), &Device::Cpu)?;
             for slot in &self.params.layout().buckets[index].slots {
                 let mine = intersect(&slot.range, &own);
                 if !mine.is_empty() {
-                    let values = self.masters(index, slot, &mine, kept)?;
+                    let values = self.masters(index, part, slot, &mine, kept)?;
                     masters.write(mine.start - own.start, &values)?;
                 }
             }

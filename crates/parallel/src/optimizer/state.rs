@@ -1,14 +1,15 @@
 //! An optimizer's state by name and place in the whole parameter, so that it can move to another layout.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use candle_core::{Result, Tensor, bail};
 
 use super::distributed::DistributedOptimizer;
-use super::master_weights::MASTER;
+use super::master_weights::{MASTER, part_of_own};
 use super::state_store::BucketState;
 use crate::params::{Param, Slot};
-use crate::placement::{Run, intersect, offset_by};
+use crate::placement::{Run, intersect, joined, offset_by};
 
 /// What a rank keeps of one kind of state for one parameter.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,16 +26,17 @@ pub struct OptimizerState {
     pub values: Vec<f32>,
 }
 
-/// One kind of state of a parameter, or its masters.
+/// One kind of state of a parameter, or its masters, in a part of a bucket.
 pub(crate) struct KindOfState<'a> {
-    pub name: &'a str,
+    pub name: &'static str,
     values: &'a Tensor,
     /// Place of the first one in the rank's slice of the bucket.
     start: usize,
 }
 
 impl KindOfState<'_> {
-    /// The `len` values of the parameter that lie from `start` of the rank's slice of the bucket on: flat, to be read or written.
+    /// The `len` values of the parameter that lie from `start` of the rank's slice of the bucket on, all in the part: flat, to be read or
+    /// written.
     pub fn part(&self, start: usize, len: usize) -> Result<Tensor> {
         self.values.narrow(0, start - self.start, len)
     }
@@ -47,43 +49,45 @@ impl DistributedOptimizer {
     /// # Errors
     /// What reading from the device returns.
     pub fn state(&self) -> Result<Vec<OptimizerState>> {
-        let mut all = Vec::new();
+        let mut all = BTreeMap::new();
         for (index, bucket) in self.params.layout().buckets.iter().enumerate() {
-            self.read(index, |state| {
-                for slot in &bucket.slots {
-                    self.push_state(&mut all, index, slot, state)?;
-                }
-                Ok(())
+            let own = 0..self.own_range(index).len();
+            self.read(index, &own, |part, state| {
+                let mut slots = bucket.slots.iter();
+                slots.try_for_each(|slot| self.add_state(&mut all, index, slot, part, state))
             })?;
         }
-        all.sort_by(|a, b| (&a.name, &a.kind).cmp(&(&b.name, &b.kind)));
-        Ok(all)
+        Ok(all.into_values().collect())
     }
 
-    /// Adds what bucket `index`, whose state is `state`, keeps of the parameter at `slot`.
-    fn push_state(
-        &self,
-        all: &mut Vec<OptimizerState>,
+    /// Adds what a part of bucket `index`, whose state is `state`, keeps of the parameter at `slot`.
+    fn add_state<'a>(
+        &'a self,
+        all: &mut BTreeMap<(&'a str, &'static str), OptimizerState>,
         index: usize,
         slot: &Slot,
+        part: &Range<usize>,
         state: &BucketState,
     ) -> Result<()> {
         let param = self.params.get(slot.param);
-        let runs = self.runs(index, &slot.range, param);
-        let offsets: Vec<_> = runs.iter().map(|run| run.global.clone()).collect();
+        let runs = self.runs(index, part, &slot.range, param);
         // The runs of a parameter lie one after the other here.
         let (Some(first), Some(last)) = (runs.first(), runs.last()) else {
             return Ok(());
         };
         let local = first.local.start..last.local.end;
-        for kind in self.kinds(index, slot.param, state)? {
-            let values = kind.part(local.start, local.len())?;
-            all.push(OptimizerState {
+        for kind in self.kinds(index, slot.param, part, state)? {
+            let values = kind.part(local.start, local.len())?.to_vec1::<f32>()?;
+            let of_kind = all.entry((&param.name, kind.name));
+            let of_kind = of_kind.or_insert_with(|| OptimizerState {
                 name: param.name.clone(),
                 kind: kind.name.to_string(),
-                offsets: offsets.clone(),
-                values: values.to_vec1::<f32>()?,
+                offsets: Vec::new(),
+                values: Vec::new(),
             });
+            of_kind.values.extend(values);
+            let offsets = runs.iter().map(|run| run.global.clone());
+            of_kind.offsets = joined(of_kind.offsets.drain(..).chain(offsets));
         }
         Ok(())
     }
@@ -123,50 +127,67 @@ impl DistributedOptimizer {
                     param.global_shape
                 );
             }
-            let runs = self.runs(index, &slot.range, param);
-            if runs.is_empty() {
+            let own = 0..self.own_range(index).len();
+            if self.runs(index, &own, &slot.range, param).is_empty() {
                 continue;
             }
-            let take = |bucket: &BucketState| {
-                let kinds = self.kinds(index, slot.param, bucket)?;
-                match kinds.iter().find(|known| known.name == kind) {
-                    Some(kind) => take_values(kind, &runs, state),
-                    None => Ok(0),
+            let take = |part: &Range<usize>, of_part: &BucketState| {
+                let kinds = self.kinds(index, slot.param, part, of_part)?;
+                if let Some(known) = kinds.iter().find(|known| known.name == kind) {
+                    let runs = self.runs(index, part, &slot.range, param);
+                    num_taken += take_values(known, &runs, state)?;
                 }
+                Ok(())
             };
-            num_taken += match kind.as_str() {
+            match kind.as_str() {
                 MASTER => self.change(index, take)?,
-                _ => self.store.change(index, take)?,
+                _ => self.store.update(index, None, take)?,
             };
         }
         Ok(num_taken)
     }
 
-    /// Kinds of state of parameter `param`, which is in bucket `index`.
+    /// Names of the kinds of state of parameter `param`, which is in bucket `index`: those of its rule, and that of masters.
+    pub(crate) fn kind_names(&self, index: usize, param: usize) -> Vec<&'static str> {
+        let names = self.rules.of(param).state_names().iter().copied();
+        let master = self.store.shape(index).master.map(|_| MASTER);
+        names.chain(master).collect()
+    }
+
+    /// Kinds of state of parameter `param`, which is in bucket `index`, of whose part `part` the state is `state`.
     pub(super) fn kinds<'a>(
         &self,
         index: usize,
         param: usize,
-        bucket: &'a BucketState,
+        part: &Range<usize>,
+        state: &'a BucketState,
     ) -> Result<Vec<KindOfState<'a>>> {
         let span = self.rules.span(index, param)?;
-        let names = self.rules.of(param).state_names().iter();
-        let kinds = names.zip(&bucket.state[span.kinds.clone()]);
-        let kinds = kinds.map(|(&name, values)| (name, values, span.range.start));
-        let masters = bucket.master.iter().map(|values| (MASTER, values, 0));
-        let all = kinds.chain(masters);
-        let all = all.map(|(name, values, start)| KindOfState {
+        let of_rule = state.state[span.kinds.clone()].iter();
+        // Where several rules have their own, the part is the whole.
+        let of_rule = of_rule.map(|values| (values, span.range.start.max(part.start)));
+        let masters = state.master.iter().map(|values| (values, part.start));
+        let names = self.kind_names(index, param).into_iter();
+        let kinds = names.zip(of_rule.chain(masters));
+        let kinds = kinds.map(|(name, (values, start))| KindOfState {
             name,
             values,
             start,
         });
-        Ok(all.collect())
+        Ok(kinds.collect())
     }
 
-    /// What this rank keeps of the values at `range` of bucket `index`, which are those of `param`: `local` counts in what is kept.
-    fn runs(&self, index: usize, range: &Range<usize>, param: &Param) -> Vec<Run> {
+    /// What a part of what this rank keeps has of the values at `range` of bucket `index`, which are those of `param`: `local` counts in all
+    /// that is kept.
+    fn runs(
+        &self,
+        index: usize,
+        part: &Range<usize>,
+        range: &Range<usize>,
+        param: &Param,
+    ) -> Vec<Run> {
         let own = self.own_range(index);
-        let mine = intersect(range, &own);
+        let mine = intersect(range, &part_of_own(&self.params, index, part));
         if mine.is_empty() {
             return Vec::new();
         }

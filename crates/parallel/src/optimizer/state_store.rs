@@ -7,8 +7,9 @@ use candle_core::{DType, Device, Result, Tensor};
 use super::Optimizer;
 use super::master_weights::master_dtype;
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
-use crate::offload::{Fetched, Kept, OffloadPlace, OffloadStore};
+use crate::offload::{Kept, OffloadPlace, OffloadStore};
 use crate::params::SLICE_ALIGNMENT;
+use crate::placement::intersect;
 
 /// Of the part of one bucket that a rank updates, on the device that computes.
 #[derive(Clone)]
@@ -212,66 +213,67 @@ impl StateStore {
         }))
     }
 
-    /// Lets `look` read bucket `index`, which stays in memory until another one is asked for.
-    pub fn read<T>(&self, index: usize, look: impl FnOnce(&BucketState) -> Result<T>) -> Result<T> {
+    /// What there is of bucket `index`.
+    pub fn shape(&self, index: usize) -> &BucketShape {
         match &self.0 {
-            Place::Resident { buckets, .. } => look(&buckets[index]),
-            Place::Away {
-                store,
-                shapes,
-                slices,
-            } => {
-                let parts: Vec<_> = slices.of(index, None).collect();
-                if let [(item, ..)] = parts[..] {
-                    let fetched = store.fetch(item)?;
-                    let seen = look(&shapes[index].assemble(&fetched.tensors));
-                    store.keep(item, fetched);
-                    return seen;
-                }
-                let _held = store.hold(MemoryCategory::Optimizer, shapes[index].num_bytes());
-                let tensors = joined(store, &shapes[index], &parts)?;
-                look(&shapes[index].assemble(&tensors))
-            }
+            Place::Resident { shapes, .. } | Place::Away { shapes, .. } => &shapes[index],
         }
     }
 
-    /// Lets `change` write to the tensors of bucket `index`.
-    pub fn change<T>(
+    pub fn is_away(&self) -> bool {
+        matches!(self.0, Place::Away { .. })
+    }
+
+    /// The parts of bucket `index` that are read or updated at a time: all at once, if nothing is away.
+    pub fn parts(&self, index: usize) -> Vec<Range<usize>> {
+        match &self.0 {
+            Place::Resident { shapes, .. } => vec![0..shapes[index].len],
+            Place::Away { slices, .. } => slices.parts[index].clone(),
+        }
+    }
+
+    /// Lets `look` read the parts of bucket `index` that have values at `range`; the last one stays in memory until another is asked for.
+    pub fn read(
         &self,
         index: usize,
-        change: impl FnOnce(&BucketState) -> Result<T>,
-    ) -> Result<T> {
+        range: &Range<usize>,
+        mut look: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
+    ) -> Result<()> {
         let (store, shapes, slices) = match &self.0 {
-            Place::Resident { buckets, .. } => return change(&buckets[index]),
+            Place::Resident {
+                buckets, shapes, ..
+            } => return look(&(0..shapes[index].len), &buckets[index]),
             Place::Away {
                 store,
                 shapes,
                 slices,
             } => (store, shapes, slices),
         };
-        let parts: Vec<_> = slices.of(index, None).collect();
-        if let [(item, ..)] = parts[..] {
+        let is_asked = |part: &Range<usize>| !intersect(part, range).is_empty();
+        for (item, after, part) in slices.of(index, None) {
+            if !is_asked(part) {
+                continue;
+            }
             let fetched = store.fetch(item)?;
-            let changed = change(&shapes[index].assemble(&fetched.tensors))?;
-            store.store(item, fetched)?;
-            return store.finish().map(|()| changed);
+            if let Some(after) = after.filter(|_| part.end < range.end) {
+                store.start_fetch(after)?;
+            }
+            let seen = look(part, &shapes[index].assemble(&fetched.tensors));
+            store.keep(item, fetched);
+            seen?;
         }
-        let _held = store.hold(MemoryCategory::Optimizer, shapes[index].num_bytes());
-        let tensors = joined(store, &shapes[index], &parts)?;
-        let changed = change(&shapes[index].assemble(&tensors))?;
-        for (item, _, part) in parts {
-            let of_part = tensors.iter().map(|whole| {
-                let of_part = whole.narrow(0, part.start, part.len())?;
-                of_part.force_contiguous()
-            });
-            let bytes = num_bytes_of(shapes[index].tensors_of(part));
-            let of_part = Fetched {
-                held: store.hold(MemoryCategory::Optimizer, bytes),
-                tensors: of_part.collect::<Result<_>>()?,
-            };
-            store.store(item, of_part)?;
+        Ok(())
+    }
+
+    /// Frees what [`Self::read`] left of bucket `index` in memory.
+    pub fn forget(&self, index: usize) -> Result<()> {
+        match &self.0 {
+            Place::Resident { .. } => Ok(()),
+            Place::Away { store, slices, .. } => {
+                let mut items = slices.of(index, None);
+                items.try_for_each(|(item, ..)| store.forget(item))
+            }
         }
-        store.finish().map(|()| changed)
     }
 
     /// Lets `update` write to the tensors of bucket `index`, part by part; what comes next, of this bucket or of `next`, is fetched meanwhile.
@@ -307,25 +309,4 @@ impl StateStore {
             None => store.finish(),
         }
     }
-}
-
-/// The tensors of a bucket whose state is away in these parts.
-fn joined(
-    store: &OffloadStore,
-    shape: &BucketShape,
-    parts: &[(usize, Option<usize>, &Range<usize>)],
-) -> Result<Vec<Tensor>> {
-    // On the host: a GPU copies no 16-bit integers into a part of a tensor.
-    let zeros = shape.tensors();
-    let zeros = zeros.map(|(len, dtype)| Tensor::zeros(len, dtype, &Device::Cpu));
-    let whole = zeros.collect::<Result<Vec<Tensor>>>()?;
-    let mut device = Device::Cpu;
-    for (item, _, part) in parts {
-        for (whole, of_part) in whole.iter().zip(store.fetch(*item)?.tensors) {
-            device = of_part.device().clone();
-            whole.slice_set(&of_part.to_device(&Device::Cpu)?, 0, part.start)?;
-        }
-    }
-    let whole = whole.iter().map(|whole| whole.to_device(&device));
-    whole.collect()
 }

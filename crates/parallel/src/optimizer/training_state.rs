@@ -1,5 +1,7 @@
 //! What a training checkpoint has of an optimizer.
 
+use std::ops::Range;
+
 use candle_comm::Mesh;
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
@@ -62,25 +64,38 @@ impl DistributedOptimizer {
         Ok(())
     }
 
-    /// Lets `look` read bucket `index`: it is given what tells the kinds of state of a parameter of the bucket.
-    pub(crate) fn read_bucket<T>(
+    /// Whether state or weights are not on the device that computes.
+    pub(crate) fn is_away(&self) -> bool {
+        let weights = self.params.sharded();
+        self.store.is_away() || weights.is_some_and(|weights| weights.is_away())
+    }
+
+    /// The parts of what this rank updates of bucket `index` that [`Self::read_bucket`] and [`Self::change_bucket`] go through.
+    pub(crate) fn parts(&self, index: usize) -> Vec<Range<usize>> {
+        self.store.parts(index)
+    }
+
+    /// Lets `look` read bucket `index`, part by part: it is given the part and what tells the kinds of state of a parameter in it.
+    pub(crate) fn read_bucket(
         &self,
         index: usize,
-        look: impl FnOnce(&KindsOf<'_>) -> Result<T>,
-    ) -> Result<T> {
-        self.read(index, |bucket| {
-            look(&|param| self.kinds(index, param, bucket))
-        })
+        mut look: impl FnMut(&Range<usize>, &KindsOf<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let own = 0..self.own_range(index).len();
+        self.read(index, &own, |part, state| {
+            look(part, &|param| self.kinds(index, param, part, state))
+        })?;
+        self.store.forget(index)
     }
 
     /// Lets `change` write to them.
-    pub(crate) fn change_bucket<T>(
+    pub(crate) fn change_bucket(
         &self,
         index: usize,
-        change: impl FnOnce(&KindsOf<'_>) -> Result<T>,
-    ) -> Result<T> {
-        self.change(index, |bucket| {
-            change(&|param| self.kinds(index, param, bucket))
+        mut change: impl FnMut(&Range<usize>, &KindsOf<'_>) -> Result<()>,
+    ) -> Result<()> {
+        self.change(index, |part, state| {
+            change(part, &|param| self.kinds(index, param, part, state))
         })
     }
 }

@@ -206,6 +206,19 @@ impl ShardedWeights {
         }
     }
 
+    /// Whether slices are not on the device that computes, but while they are used.
+    pub fn is_away(&self) -> bool {
+        self.away.is_some()
+    }
+
+    /// Frees what [`Self::slice`] left in memory of a bucket that is away.
+    pub fn forget(&self, bucket: usize) -> Result<()> {
+        match &self.away {
+            Some(away) => away.forget(bucket),
+            None => Ok(()),
+        }
+    }
+
     fn needed(&self, block: usize) -> &[usize] {
         self.of_block.get(&block).map_or(&[], Vec::as_slice)
     }

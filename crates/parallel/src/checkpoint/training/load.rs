@@ -9,7 +9,7 @@ use super::checkpoint::TrainingCheckpoint;
 use super::manifest::ParamRecord;
 use super::own_values::{OwnValues, own_values};
 use super::piece::Piece;
-use super::staged::{WEIGHT, tensor_name};
+use super::rank_tensors::{WEIGHT, tensor_name};
 use crate::agreement::agree;
 use crate::files::decode;
 use crate::optimizer::{DistributedOptimizer, MASTER};
@@ -83,7 +83,7 @@ impl TrainingCheckpoint {
         if let Some(sharded) = params.sharded() {
             sharded.free_all()?;
         }
-        let own = own_values(&params);
+        let own = own_values(optimizer);
         for of_bucket in own.chunk_by(|a, b| a.bucket == b.bucket) {
             self.load_bucket(optimizer, of_bucket)?;
         }
@@ -113,8 +113,8 @@ impl TrainingCheckpoint {
             return Ok(());
         };
         if bucket < params.layout().buckets.len() {
-            optimizer.change_bucket(bucket, |kinds| {
-                for own in of_bucket {
+            optimizer.change_bucket(bucket, |part, kinds| {
+                for own in of_bucket.iter().filter(|own| own.is_in(part)) {
                     let piece = Piece::of(params.get(own.param), own.local.clone());
                     for kind in kinds(own.param)? {
                         let values = self.read(kind.name, &piece)?;

@@ -32,8 +32,8 @@ mod manifest;
 mod own_values;
 mod piece;
 mod rank_file;
+mod rank_tensors;
 mod saver;
-mod staged;
 
 pub use checkpoint::TrainingCheckpoint;
 pub use folder::{checkpoints_in, set_aside_in};

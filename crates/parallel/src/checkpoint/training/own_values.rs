@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
+use crate::optimizer::DistributedOptimizer;
 use crate::params::Parameters;
 use crate::placement::{intersect, offset_by};
 
@@ -20,20 +21,29 @@ pub(super) struct OwnValues {
     pub start: usize,
 }
 
-/// The values of all parameters that lie in this rank's slices, bucket by bucket. The one place that knows how slots and slices lie.
-pub(super) fn own_values(params: &Parameters) -> Vec<OwnValues> {
+/// The values of all parameters that lie in this rank's slices, bucket by bucket, and of a bucket part by part. The one place that knows how
+/// slots and slices lie.
+pub(super) fn own_values(optimizer: &DistributedOptimizer) -> Vec<OwnValues> {
+    let params = optimizer.params();
     let mut all = Vec::new();
     for (place, bucket) in params.layout().all().enumerate() {
         let own = params.groups().own_range(bucket.len);
-        for slot in &bucket.slots {
-            let mine = intersect(&slot.range, &own);
-            if !mine.is_empty() {
-                all.push(OwnValues {
-                    param: slot.param,
-                    local: offset_by(&mine, slot.range.start),
-                    bucket: place,
-                    start: mine.start - own.start,
-                });
+        let parts = match place < params.layout().buckets.len() {
+            true => optimizer.parts(place),
+            false => vec![0..own.len()],
+        };
+        for part in parts {
+            let part = own.start + part.start..own.start + part.end;
+            for slot in &bucket.slots {
+                let mine = intersect(&slot.range, &part);
+                if !mine.is_empty() {
+                    all.push(OwnValues {
+                        param: slot.param,
+                        local: offset_by(&mine, slot.range.start),
+                        bucket: place,
+                        start: mine.start - own.start,
+                    });
+                }
             }
         }
     }
@@ -41,11 +51,12 @@ pub(super) fn own_values(params: &Parameters) -> Vec<OwnValues> {
 }
 
 /// Those that this rank writes: over the world each value of the model is written by one rank.
-pub(super) fn written_values(params: &Parameters) -> Vec<OwnValues> {
+pub(super) fn written_values(optimizer: &DistributedOptimizer) -> Vec<OwnValues> {
+    let params = optimizer.params();
     if params.groups().replicate.rank() != 0 {
         return Vec::new();
     }
-    let own = own_values(params).into_iter();
+    let own = own_values(optimizer).into_iter();
     let written = own.flat_map(|own| {
         params.owned(own.param).iter().filter_map(move |range| {
             let local = intersect(range, &own.local);
@@ -63,6 +74,11 @@ pub(super) fn written_values(params: &Parameters) -> Vec<OwnValues> {
 impl OwnValues {
     pub fn len(&self) -> usize {
         self.local.len()
+    }
+
+    /// Whether they lie in this part of the slice.
+    pub fn is_in(&self, part: &Range<usize>) -> bool {
+        part.contains(&self.start)
     }
 
     /// A flat view of the weights.

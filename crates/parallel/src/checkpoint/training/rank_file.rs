@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use candle_core::{Error, Result, bail};
+use candle_core::{Error, Result, Tensor, bail};
 use half::{bf16, f16};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 
 use super::manifest::FileRecord;
 use super::piece::Piece;
-use super::staged::{Staged, StagedTensor};
+use super::rank_tensors::RankTensors;
 use crate::checkpoint::tensor_file::{TensorFile, header};
 use crate::files::map;
 
@@ -36,43 +36,72 @@ pub(super) fn file_name(rank: usize) -> String {
     format!("rank-{rank:05}.safetensors")
 }
 
-/// Writes a rank's file into `dir` and syncs it.
-///
-/// # Errors
-/// Values that are NaN or infinite, and what the file system returns.
-pub(super) fn write(dir: &Path, rank: usize, id: &SaveId, staged: &Staged) -> Result<FileRecord> {
-    let path = dir.join(file_name(rank));
-    let fail = |err: std::io::Error| {
-        Error::msg(format!(
-            "cannot write the checkpoint's file {}: {err}",
-            path.display()
-        ))
-    };
-    let pieces = serde_json::to_string(&staged.pieces).map_err(Error::wrap)?;
-    let metadata = [
-        ("run".to_string(), id.run.clone()),
-        ("step".to_string(), id.step.to_string()),
-        ("pieces".to_string(), pieces),
-    ];
-    let tensors = staged.tensors.iter().map(|StagedTensor { name, values }| {
-        let shape = vec![values.elem_count()];
-        (name.clone(), values.dtype().into(), shape)
-    });
-    let header = header(tensors, metadata.into())?;
-    let num_bytes = Arc::new(AtomicU64::new(0));
-    let mut out = TensorFile::create(&path, &header, num_bytes.clone()).map_err(fail)?;
-    for StagedTensor { name, values } in &staged.tensors {
-        let written = out
-            .write_values(values)
-            .map_err(|err| err.context(name.clone()))?;
-        if !written.map_err(fail)? {
+/// A rank's file that is being written, tensor after tensor, with its checksum.
+pub(super) struct RankFileWriter {
+    out: TensorFile,
+    path: PathBuf,
+    rank: usize,
+    num_bytes: Arc<AtomicU64>,
+}
+
+impl RankFileWriter {
+    /// Begins the file in `dir`, which is to have `tensors`.
+    ///
+    /// # Errors
+    /// What the file system returns.
+    pub fn create(dir: &Path, rank: usize, id: &SaveId, tensors: &RankTensors) -> Result<Self> {
+        let pieces = serde_json::to_string(&tensors.pieces).map_err(Error::wrap)?;
+        let metadata = [
+            ("run".to_string(), id.run.clone()),
+            ("step".to_string(), id.step.to_string()),
+            ("pieces".to_string(), pieces),
+        ];
+        let tensors = tensors.iter().map(|tensor| {
+            let shape = vec![tensor.len];
+            (tensor.name.clone(), tensor.dtype.into(), shape)
+        });
+        let header = header(tensors, metadata.into())?;
+        let (path, num_bytes) = (dir.join(file_name(rank)), Arc::default());
+        let out = TensorFile::create(&path, &header, Arc::clone(&num_bytes));
+        Ok(Self {
+            out: out.map_err(|err| cannot_write(&path, &err))?,
+            path,
+            rank,
+            num_bytes,
+        })
+    }
+
+    /// Adds the values of the next tensor, called `name`.
+    ///
+    /// # Errors
+    /// Values that are NaN or infinite, and what the file system returns.
+    pub fn push(&mut self, name: &str, values: &Tensor) -> Result<()> {
+        let written = self.out.write_values(values);
+        let written = written.map_err(|err| err.context(name.to_string()))?;
+        if !written.map_err(|err| cannot_write(&self.path, &err))? {
             bail!("{name} has values that are NaN or infinite: nothing is saved");
         }
+        Ok(())
     }
-    let (file, hash) = out.finish().map_err(fail)?;
-    file.sync_all().map_err(fail)?;
-    let num_bytes = num_bytes.load(Ordering::Relaxed);
-    Ok(FileRecord::new(file_name(rank), num_bytes, hash))
+
+    /// Syncs the file, which has all its tensors.
+    ///
+    /// # Errors
+    /// What the file system returns.
+    pub fn finish(self) -> Result<FileRecord> {
+        let synced = self.out.finish();
+        let synced = synced.and_then(|(file, hash)| file.sync_all().map(|()| hash));
+        let hash = synced.map_err(|err| cannot_write(&self.path, &err))?;
+        let num_bytes = self.num_bytes.load(Ordering::Relaxed);
+        Ok(FileRecord::new(file_name(self.rank), num_bytes, hash))
+    }
+}
+
+fn cannot_write(path: &Path, err: &std::io::Error) -> Error {
+    Error::msg(format!(
+        "cannot write the checkpoint's file {}: {err}",
+        path.display()
+    ))
 }
 
 /// An error that names the first tensor of a rank's file with values that are NaN or infinite.

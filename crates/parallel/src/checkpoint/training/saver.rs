@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 use super::checkpoint::TrainingCheckpoint;
 use super::folder::{CheckpointFolder, LockedFolder};
 use super::manifest::{CheckpointManifest, CheckpointNote, FileRecord, MANIFEST_FILE, SavedLayout};
-use super::rank_file::{self, SaveId};
-use super::staged::{Staged, written_weights};
+use super::rank_file::{RankFileWriter, SaveId};
+use super::rank_tensors::{RankTensors, written_weights};
 use crate::agreement::{agree, exchange};
 use crate::checkpoint::{SpaceNeed, StagedFolder};
 use crate::optimizer::DistributedOptimizer;
@@ -213,7 +213,8 @@ impl CheckpointSaver {
         }
     }
 
-    /// Starts to save after `step` steps, with what the caller adds; returns when everything is copied. At a time one save is
+    /// Starts to save after `step` steps, with what the caller adds; returns when everything is copied, or, where state or weights are away
+    /// from the device, written. At a time one save is
     /// under way: [`Self::finish`] comes first. Every rank must call it. An outcome is that of a save that could not even begin.
     ///
     /// # Errors
@@ -270,8 +271,8 @@ impl CheckpointSaver {
             run: self.run.clone(),
             step,
         };
-        let files = Staged::new(optimizer, &written_weights(params, &save_sources))
-            .and_then(|staged| self.write(dir, id, staged));
+        let tensors = RankTensors::new(optimizer, &written_weights(params, &save_sources));
+        let files = tensors.and_then(|tensors| self.write(optimizer, dir, id, &tensors));
         self.in_flight = Some(InFlight {
             step,
             staged: folder?.map(|folder| (folder, manifest)),
@@ -293,17 +294,38 @@ impl CheckpointSaver {
         self.folder.stage(step)
     }
 
-    /// Begins to write this rank's files into `dir`.
-    fn write(&self, dir: PathBuf, id: SaveId, staged: Staged) -> Result<JoinHandle<Written>> {
+    /// Begins to write this rank's files into `dir`. What is away is written now, part by part: a copy of all could be more than there is
+    /// memory. Of the rest a thread writes copies.
+    fn write(
+        &self,
+        optimizer: &DistributedOptimizer,
+        dir: PathBuf,
+        id: SaveId,
+        tensors: &RankTensors,
+    ) -> Result<JoinHandle<Written>> {
         let rank = self.world.rank();
+        let mut file = match tensors.is_empty() {
+            true => None,
+            false => Some(RankFileWriter::create(&dir, rank, &id, tensors)?),
+        };
+        let mut staged = Vec::new();
+        match (&mut file, optimizer.is_away()) {
+            (Some(file), true) => {
+                tensors.read(optimizer, |tensor, values| file.push(&tensor.name, &values))?;
+            }
+            _ => staged = tensors.stage(optimizer)?,
+        }
         let sidecars = (rank == 0).then(|| self.sidecars.clone());
         let write = move || -> Result<Vec<FileRecord>> {
             let sidecars = sidecars.iter().flat_map(|sidecars| sidecars.iter());
             let written =
                 sidecars.map(|(name, content)| FileRecord::write_sidecar(&dir, name, content));
             let mut written: Vec<FileRecord> = written.collect::<Result<_>>()?;
-            if !staged.tensors.is_empty() {
-                written.push(rank_file::write(&dir, rank, &id, &staged)?);
+            if let Some(mut file) = file {
+                for tensor in staged {
+                    file.push(&tensor.name, &tensor.values)?;
+                }
+                written.push(file.finish()?);
             }
             Ok(written)
         };

@@ -1,0 +1,184 @@
+//! What a rank writes of a model and its optimizer, tensor by tensor.
+
+use std::collections::HashSet;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::own_values::{OwnValues, written_values};
+use super::piece::Piece;
+use crate::memory::{MemoryCategory, MemoryGuard, num_bytes};
+use crate::optimizer::{DistributedOptimizer, MASTER};
+use crate::params::{Parameters, SaveSource};
+
+/// The model's weights in their own type, of parameters that were refilled, and of frozen ones that no file has.
+pub(super) const WEIGHT: &str = "weight";
+
+/// The tensors of a rank's file, in its order.
+pub(super) struct RankTensors {
+    tensors: Vec<RankTensor>,
+    pub pieces: Vec<Piece>,
+}
+
+/// One of them; its values are flat.
+pub(super) struct RankTensor {
+    pub name: String,
+    pub dtype: DType,
+    pub len: usize,
+    own: OwnValues,
+    /// `None`: the weights themselves.
+    state: Option<&'static str>,
+}
+
+/// A copy of the values in the host's memory, so that training goes on while they are written.
+pub(super) struct StagedTensor {
+    pub name: String,
+    pub values: Tensor,
+    /// Until they are written.
+    _held: MemoryGuard,
+}
+
+/// The name of a tensor in its file.
+pub(super) fn tensor_name(kind: &str, piece: &Piece) -> String {
+    let Piece { name, range, .. } = piece;
+    format!("{kind}:{name}[{}..{}]", range.start, range.end)
+}
+
+impl RankTensors {
+    /// What this rank writes. `has_weights` tells of each local parameter whether its weights are written in their own type.
+    ///
+    /// # Errors
+    /// A weight that is to be written and is packed.
+    pub fn new(optimizer: &DistributedOptimizer, has_weights: &[bool]) -> Result<Self> {
+        let params = optimizer.params();
+        for (param, _) in params.iter().zip(has_weights).filter(|(_, has)| **has) {
+            if param.is_packed() {
+                bail!(
+                    "the frozen parameter {} is held as {}, and no file has its values: a checkpoint could not give them back\nhint: \
+                     leave the format of frozen weights out, or begin with a model from files",
+                    param.name,
+                    param.form()
+                );
+            }
+        }
+        let mut all = Self {
+            tensors: Vec::new(),
+            pieces: Vec::new(),
+        };
+        for own in written_values(optimizer) {
+            let is_trained = own.bucket < params.layout().buckets.len();
+            let kinds = match is_trained {
+                true => optimizer.kind_names(own.bucket, own.param),
+                false => Vec::new(),
+            };
+            let has_master = !is_trained || kinds.contains(&MASTER);
+            let weights = match (has_master, has_weights[own.param]) {
+                (false, _) => Some(MASTER),
+                (true, true) => Some(WEIGHT),
+                (true, false) => None,
+            };
+            if !is_trained && weights.is_none() {
+                continue;
+            }
+            let param = params.get(own.param);
+            let piece = Piece::of(param, own.local.clone());
+            let state = kinds.iter().map(|&kind| (kind, DType::F32, Some(kind)));
+            let weights = weights.map(|kind| (kind, param.dtype(), None));
+            for (kind, dtype, state) in state.chain(weights) {
+                all.tensors.push(RankTensor {
+                    name: tensor_name(kind, &piece),
+                    dtype,
+                    len: own.len(),
+                    own: own.clone(),
+                    state,
+                });
+            }
+            all.pieces.push(piece);
+        }
+        Ok(all)
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &RankTensor> {
+        self.tensors.iter()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// Lets `see` have the values of one tensor after the other, in the host's memory. What is away comes and goes part by part.
+    ///
+    /// # Errors
+    /// What reading from devices and the optimizer's files returns, and what `see` does.
+    pub fn read(
+        &self,
+        optimizer: &DistributedOptimizer,
+        mut see: impl FnMut(&RankTensor, Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let params = optimizer.params();
+        params.wait_for_updates()?;
+        let mut see = |tensor: &RankTensor, values: Tensor| {
+            see(tensor, values.force_contiguous()?.to_device(&Device::Cpu)?)
+        };
+        let of_buckets = self.tensors.chunk_by(|a, b| a.own.bucket == b.own.bucket);
+        for of_bucket in of_buckets {
+            let Some(bucket) = of_bucket.first().map(|tensor| tensor.own.bucket) else {
+                continue;
+            };
+            if bucket < params.layout().buckets.len() {
+                optimizer.read_bucket(bucket, |part, kinds| {
+                    for tensor in of_bucket.iter().filter(|tensor| tensor.own.is_in(part)) {
+                        let RankTensor { own, state, .. } = tensor;
+                        let kinds = kinds(own.param)?;
+                        let kind = kinds.iter().find(|kind| Some(kind.name) == *state);
+                        let values = match kind {
+                            Some(kind) => kind.part(own.start, own.len())?,
+                            None => own.weights(params)?,
+                        };
+                        see(tensor, values)?;
+                    }
+                    Ok(())
+                })?;
+            } else {
+                for tensor in of_bucket {
+                    see(tensor, tensor.own.weights(params)?)?;
+                }
+            }
+            if let Some(sharded) = params.sharded() {
+                sharded.forget(bucket)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies of all.
+    ///
+    /// # Errors
+    /// Memory that is missing, and what [`Self::read`] returns.
+    pub fn stage(&self, optimizer: &DistributedOptimizer) -> Result<Vec<StagedTensor>> {
+        let meter = optimizer.params().meter();
+        let mut staged = Vec::with_capacity(self.tensors.len());
+        self.read(optimizer, |tensor, values| {
+            staged.push(StagedTensor {
+                name: tensor.name.clone(),
+                _held: meter.hold(MemoryCategory::Buffers, num_bytes(&values)),
+                values,
+            });
+            Ok(())
+        })?;
+        Ok(staged)
+    }
+}
+
+/// Of each local parameter, whether neither masters nor a file have its values: those of a caller of [`Parameters::refill`] on any rank,
+/// and frozen ones that began as random numbers. `save_sources` is of the catalog.
+pub(super) fn written_weights(params: &Parameters, save_sources: &[SaveSource]) -> Vec<bool> {
+    let has_file = params.checkpoint().is_some();
+    let entries = params.catalog().iter().zip(save_sources);
+    let written: HashSet<&str> = entries
+        .filter(|(entry, from)| **from == SaveSource::Refill || !has_file && !entry.trainable)
+        .map(|(entry, _)| entry.name.as_str())
+        .collect();
+    let all = params.iter();
+    all.map(|param| written.contains(param.name.as_str()))
+        .collect()
+}
