@@ -6,7 +6,7 @@
 //! else is an error that names the operation, the device and the dtype. The arithmetic is that of f32 for all: bf16 and f16 are
 //! widened when they are read, and the result is rounded once, to the dtype of the inputs; attention in bf16 multiplies with probabilities
 //! in bf16 where the processor has such products. Losses, log-sum-exps, angles and
-//! the gradients that `.._into` writes are always f32. Linear layers of f32 multiply as [`MatmulPrecision`] says, and all products on the CPU as [`ProductChoice`] does. Gradients are computed only for the inputs candle tracks. [`quantize_int8`]
+//! the gradients that `.._into` writes are always f32. Linear layers of f32 multiply as [`MatmulPrecision`] says, and all products on the CPU as [`ProductChoice`] does. Gradients are computed only for the inputs candle tracks. [`quantize_rows`]
 //! packs values for their way between ranks, with the same bits on every device.
 //!
 //! With the feature `cuda` the same functions work on tensors on a GPU, by kernels of this crate and cuBLAS, on the
@@ -116,7 +116,8 @@ pub use op_output::OpOutput;
 pub use product_choice::ProductChoice;
 pub use profile::{OpTime, Profile};
 pub use quantized::{
-    dequantize_int8_into, dequantize_int8_sum_into, quantize_int8, quantized_bytes,
+    QuantizedType, dequantize_rows_into, dequantize_sum_into, quantize_rows,
+    quantize_rows_transposed,
 };
 pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
 pub use rope::{RopeDirection, rope, rope_in_place};

@@ -41,7 +41,9 @@ pub use adapter_base::{NamedModel, base_of, check_base, is_adapter, refuse_adapt
 pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory, return_freed_memory};
 pub use args::batches::BatchArgs;
 pub use args::checkpoints::CheckpointArgs;
-pub use args::choices::{Choice, LrScheduleChoice, Named, Quantization, RecomputeChoice, choice};
+pub use args::choices::{
+    Choice, GradientQuantization, LrScheduleChoice, Named, Quantization, RecomputeChoice, choice,
+};
 pub use args::context::ContextArgs;
 pub use args::data::DataArgs;
 pub use args::evaluation::EvalArgs;

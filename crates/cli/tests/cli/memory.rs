@@ -119,6 +119,7 @@ fn the_memory_that_is_expected_is_what_is_held() {
         "--dp 2 --zero 1 --bf16",
         "--dp 2 --zero 3 --bf16 --tp 2",
         "--dp 2 --zero 2 --quantize-gradients int8",
+        "--dp 4 --zero 3 --zero-secondary 2 --quantize-gradients int4",
         "--dp 2 --zero 2 --no-overlap",
         "--freeze embed_tokens|layers.[01]",
         "--lora-rank 8",

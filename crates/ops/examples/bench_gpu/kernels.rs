@@ -6,10 +6,10 @@ use crate::random;
 use crate::timer::secs_of_call;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
-    AdamWBuffers, AdamWConstants, AdamWSlot, RopeDirection, adamw, add_into, cross_entropy,
-    cross_entropy_grad_in_place, dequantize_int8_into, embedding_forward, embedding_grad_into,
-    linear_bias_grad_into, quantize_int8, rms_norm_backward, rms_norm_forward, rope_in_place,
-    round_into, sum_of_squares, swiglu_backward, swiglu_forward, upload,
+    AdamWBuffers, AdamWConstants, AdamWSlot, QuantizedType, RopeDirection, adamw, add_into,
+    cross_entropy, cross_entropy_grad_in_place, dequantize_rows_into, embedding_forward,
+    embedding_grad_into, linear_bias_grad_into, quantize_rows, rms_norm_backward, rms_norm_forward,
+    rope_in_place, round_into, sum_of_squares, swiglu_backward, swiglu_forward, upload,
 };
 
 /// Rows of logits that the head works on at once in training on a GPU, at least.
@@ -153,11 +153,13 @@ fn parameters(kernels: &Kernels, len: usize) -> Result<()> {
     let weights = random(len, kernels.device)?;
     kernels.print("add_into", 10 * len, || add_into(&grad, true, &weights))?;
     kernels.print("round_into", 6 * len, || round_into(&weights, &master))?;
-    let packed = quantize_int8(&grad)?;
+    let packed = quantize_rows(&grad, QuantizedType::Int8)?;
     let moved = 4 * len + bytes_of(&packed);
-    kernels.print("quantize_int8", moved, || quantize_int8(&grad).map(drop))?;
+    kernels.print("quantize_int8", moved, || {
+        quantize_rows(&grad, QuantizedType::Int8).map(drop)
+    })?;
     kernels.print("dequantize_int8", moved, || {
-        dequantize_int8_into(&grad, false, &packed)
+        dequantize_rows_into(&grad, false, &packed, QuantizedType::Int8)
     })?;
     kernels.print("sum_of_squares", 4 * len, || {
         sum_of_squares(&grad).map(drop)

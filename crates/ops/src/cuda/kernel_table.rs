@@ -68,8 +68,10 @@ macro_rules! for_each_kernel {
                     residual: OptIn<T>, rows: i64, cols: i32, eps: f32);
             }
             "quantized" {
-                quantize_int8[T](packed: Out<u8>, src: In<T>, rows: i64, len: i64);
+                quantize_int8[T](packed: Out<u8>, src: In<T>, a: i64, b: i64, len: i64);
+                quantize_int4[T](packed: Out<u8>, src: In<T>, a: i64, b: i64, len: i64);
                 dequantize_int8[T](dst: Out<T>, packed: In<u8>, rows: i64, num_summed: i64, len: i64, add: i32);
+                dequantize_int4[T](dst: Out<T>, packed: In<u8>, rows: i64, num_summed: i64, len: i64, add: i32);
             }
             "rms_norm" {
                 rms_norm_forward[T](y: Out<T>, x: In<T>, w: In<T>, rows: i64, cols: i32, eps: f32);

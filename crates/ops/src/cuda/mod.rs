@@ -60,7 +60,7 @@ pub(crate) use linear::{
 };
 pub(crate) use norm::{Norm, norm_backward, norm_forward};
 pub(crate) use profile::{Span, finish as finish_profile, mark, start as start_profile};
-pub(crate) use quantized::{dequantize_int8, quantize_int8};
+pub(crate) use quantized::{dequantize_rows, quantize_rows};
 pub(crate) use rope::{rope, rope_in_place};
 pub(crate) use state::{state, used_bytes};
 pub(crate) use sums::{sum_into, sum_of_squares, sum_of_squares_into};

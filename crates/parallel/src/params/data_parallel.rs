@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{Device, Result, bail};
+use candle_core::{Device, Error, Result, bail};
+use candle_ops::QuantizedType;
 use serde::{Deserialize, Serialize};
 
 use super::layout::{Bucket, Sharing};
@@ -33,9 +34,23 @@ pub enum ReduceType {
     /// ([`HalfSums::Native`](candle_comm::HalfSums)), which rounds after each addition. Between groups of replicas, which move
     /// slices only, f32.
     Bf16,
-    /// About a quarter: each rank's summands are rounded to 8 bits, 256 values with one scale (arXiv:2306.10209). Between groups of
-    /// replicas, which move slices only, f32.
+    /// About a quarter: each rank's summands are rounded to 8 bits, 256 values with one scale (arXiv:2306.10209). With
+    /// [`DataParallel::zero_secondary`] first over the ranks of a group, of whose sums, rounded again, each rank sends its share to the other
+    /// groups: so between groups moves as much as one rank has. Between groups of replicas that hold the same, which move slices only, f32.
     Int8,
+    /// About an eighth: the same in 4 bits, for groups only.
+    Int4,
+}
+
+impl ReduceType {
+    /// In what form values are packed, if they are.
+    pub(crate) fn quantized(self) -> Option<QuantizedType> {
+        match self {
+            Self::F32 | Self::Bf16 => None,
+            Self::Int8 => Some(QuantizedType::Int8),
+            Self::Int4 => Some(QuantizedType::Int4),
+        }
+    }
 }
 
 /// How data-parallel replicas work together: see [`ParamStore::with_data_parallel`](crate::ParamStore::with_data_parallel).
@@ -113,10 +128,16 @@ impl DataParallel {
                  ZeRO stage 3, or leave it out"
             ),
         }
-        if self.reduce == ReduceType::Int8 && self.zero == ZeroStage::Zero {
+        if self.reduce.quantized().is_some() && self.zero == ZeroStage::Zero {
             bail!(
                 "quantize-gradients is given with ZeRO stage 0, whose sums each rank needs whole\nhint: use ZeRO stage 1, 2 or 3, \
                  which divide them, or gradients that move as bf16"
+            )
+        }
+        if (self.reduce, self.zero_secondary) == (ReduceType::Int4, None) {
+            bail!(
+                "quantize-gradients(int4) is given without zero-secondary, within whose groups gradients are summed before they move to the \
+                 other ones\nhint: give zero-secondary, or use int8"
             )
         }
         if let (ZeroStage::Zero, Some(_)) = (self.zero, self.zero_group) {
@@ -189,6 +210,13 @@ impl DataParallel {
             _ => self.zero_group.unwrap_or(dp),
         }
     }
+
+    /// The number of groups between which quantized gradients make a second hop, if they do; `num_slices` ranks divide everything.
+    fn num_hop_groups(&self, num_slices: usize) -> Option<usize> {
+        self.reduce.quantized()?;
+        let number = num_slices / self.zero_secondary?;
+        (number > 1).then_some(number)
+    }
 }
 
 /// The data-parallel ranks as a grid: those that divide everything between them, and those that hold the same slices.
@@ -203,6 +231,9 @@ pub(crate) struct ReplicaGroups {
     pub tiles: ProcessGroup,
     /// Of the ranks of `shard` those that divide a second copy of the weights, if there is one.
     pub secondary: Option<ProcessGroup>,
+    /// Where quantized gradients are summed in two hops: over the ranks of `secondary`, then over those with the same place in the other such
+    /// groups.
+    pub hops: Option<[ProcessGroup; 2]>,
     /// Whether a rank keeps its weights away from its device.
     pub offloads_weights: bool,
 }
@@ -220,8 +251,14 @@ impl ReplicaGroups {
         let group = |rank, len| ProcessGroup::unconnected(rank, len, Device::Cpu);
         let shard = group(rank % len, len);
         let secondary = config.zero_secondary;
+        let secondary = secondary.map(|within| group(rank % within, within));
+        let hops = config.num_hop_groups(len).zip(secondary.as_ref());
         Ok(Self {
-            secondary: secondary.map(|len| group(rank % len, len)),
+            hops: hops.map(|(number, within)| {
+                let across = group(rank % len / within.world_size(), number);
+                [within.clone(), across]
+            }),
+            secondary,
             config,
             tiles: shard.clone(),
             shard,
@@ -250,8 +287,15 @@ impl ReplicaGroups {
         };
         let secondary = config.zero_secondary;
         let secondary = secondary.map(|len| shard.split(shard.rank() / len, shard.rank()));
+        let secondary = secondary.transpose()?;
+        let hops = config.num_hop_groups(len).and(secondary.as_ref());
+        let hops = hops.map(|within| {
+            let across = shard.split(shard.rank() % within.world_size(), shard.rank())?;
+            Ok::<_, Error>([within.clone(), across])
+        });
         Ok(Self {
-            secondary: secondary.transpose()?,
+            hops: hops.transpose()?,
+            secondary,
             config,
             shard,
             replicate,
@@ -265,6 +309,7 @@ impl ReplicaGroups {
         let groups = [&self.shard, &self.replicate, &self.tiles].into_iter();
         groups
             .chain(&self.secondary)
+            .chain(self.hops.iter().flatten())
             .try_for_each(ProcessGroup::check)
     }
 
@@ -290,7 +335,9 @@ impl ReplicaGroups {
         let is_single = self.shard.world_size() == 1;
         match self.config.reduce {
             _ if is_single && self.replicate.world_size() == 1 => ReduceType::F32,
-            ReduceType::Int8 if bucket.sharing != Sharing::None => ReduceType::F32,
+            reduce if reduce.quantized().is_some() && bucket.sharing != Sharing::None => {
+                ReduceType::F32
+            }
             reduce => reduce,
         }
     }

@@ -278,6 +278,13 @@ impl Parameters {
         self.inner.groups.secondary.as_ref()
     }
 
+    /// Of the ranks of [`Self::shard_group`] one of each [`Self::secondary_group`], between which quantized gradients make their second hop, if they
+    /// do.
+    pub fn across_group(&self) -> Option<&ProcessGroup> {
+        let [_, across] = self.inner.groups.hops.as_ref()?;
+        Some(across)
+    }
+
     /// The data-parallel ranks that hold the same slices as this one.
     pub fn copy_group(&self) -> &ProcessGroup {
         &self.inner.groups.replicate

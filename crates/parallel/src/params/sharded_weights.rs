@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_comm::{Pending, ProcessGroup};
 use candle_core::{DType, Error, Result, Tensor, bail};
-use candle_ops::quantize_int8;
+use candle_ops::{QuantizedType, quantize_rows};
 
 use super::data_parallel::ReplicaGroups;
 use super::layout::{Bucket, ParamLayout, Sharing, Slot};
@@ -402,7 +402,7 @@ impl ShardedBucket {
         is_quantized: bool,
     ) -> Result<Residence> {
         let sent = match is_quantized {
-            true => quantize_int8(part)?,
+            true => quantize_rows(part, QuantizedType::Int8)?,
             false => part.clone(),
         };
         // What is sent is a copy if it is in 8 bits.

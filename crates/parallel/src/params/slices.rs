@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_comm::{Pending, ProcessGroup};
 use candle_core::{DType, Result, Tensor};
-use candle_ops::{dequantize_int8_into, quantize_int8, quantized_bytes};
+use candle_ops::{QuantizedType, dequantize_rows_into, quantize_rows};
 
 use crate::memory::num_bytes;
 use crate::placement::{intersect, offset_by};
@@ -51,12 +51,12 @@ pub(crate) fn start_gather_range(
             let piece = offset_by(&piece, own_start);
             let values = own.narrow(0, piece.start, len)?;
             match is_quantized {
-                true => quantize_int8(&values)?,
+                true => quantize_rows(&values, QuantizedType::Int8)?,
                 false => values,
             }
         } else {
             let sent = match is_quantized {
-                true => Tensor::zeros(quantized_bytes(len), DType::U8, own.device())?,
+                true => Tensor::zeros(QuantizedType::Int8.row_bytes(len), DType::U8, own.device())?,
                 false => Tensor::zeros(len, own.dtype(), own.device())?,
             };
             received_with += num_bytes(&sent);
@@ -113,8 +113,8 @@ pub(super) fn unpacked(sent: Tensor, len: usize, dtype: DType) -> Result<Tensor>
         // A GPU allocates no 0 bytes.
         return Tensor::zeros(1, dtype, sent.device())?.narrow(0, 0, 0);
     }
-    let rows = sent.reshape(((), quantized_bytes(len)))?;
+    let rows = sent.reshape(((), QuantizedType::Int8.row_bytes(len)))?;
     let whole = Tensor::zeros((rows.dim(0)?, len), dtype, sent.device())?;
-    dequantize_int8_into(&whole, false, &rows)?;
+    dequantize_rows_into(&whole, false, &rows, QuantizedType::Int8)?;
     whole.flatten_all()
 }

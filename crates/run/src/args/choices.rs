@@ -244,7 +244,12 @@ macro_rules! written_by_name {
 }
 pub(crate) use written_by_name;
 
-written_by_name!(LrScheduleChoice, RecomputeChoice, Quantization);
+written_by_name!(
+    LrScheduleChoice,
+    RecomputeChoice,
+    Quantization,
+    GradientQuantization
+);
 
 /// `--lr-schedule`
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -290,9 +295,18 @@ impl From<RecomputeChoice> for Recompute {
     }
 }
 
-/// `--quantize-weights` and `--quantize-gradients`
+/// `--quantize-weights`
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Quantization {
     /// Blocks of 256 values with a scale each (ZeRO++)
     Int8,
+}
+
+/// `--quantize-gradients`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum GradientQuantization {
+    /// A quarter of the bytes
+    Int8,
+    /// An eighth; needs --zero-secondary
+    Int4,
 }

@@ -11,7 +11,9 @@ use clap::Args;
 use clap::builder::ArgPredicate;
 use serde::Serialize;
 
-use crate::args::choices::{Quantization, RecomputeChoice, by_name, choice, some_by_name};
+use crate::args::choices::{
+    GradientQuantization, Quantization, RecomputeChoice, by_name, choice, some_by_name,
+};
 use crate::args::context::ContextArgs;
 use crate::args::number::whole;
 use crate::args::pipeline::PipelineArgs;
@@ -47,9 +49,11 @@ pub struct LayoutArgs {
     #[arg(long, ignore_case = true, default_value = "f32", value_parser = choice::<ReduceType>())]
     #[serde(serialize_with = "by_name")]
     pub grad_reduce_dtype: ReduceType,
-    /// Move gradients between replicas in 8 bits, blocks of 256 values with a scale each; needs --zero 1, 2 or 3 [default: no]
+    /// Move gradients between replicas in 8 or 4 bits, blocks of 256 values with a scale each; needs --zero 1, 2 or 3 [default: no]
+    ///
+    /// With --zero-secondary in two hops (qgZ): sums within a group, rounded again, move to the other groups, so that of each value one sum crosses.
     #[arg(long, value_name = "TYPE", conflicts_with = "grad_reduce_dtype")]
-    pub quantize_gradients: Option<Quantization>,
+    pub quantize_gradients: Option<GradientQuantization>,
     /// Gather weights in 8 bits, blocks of 256 values with a scale each; needs --zero 3 [default: no]
     #[arg(long, value_name = "TYPE")]
     pub quantize_weights: Option<Quantization>,
@@ -122,7 +126,8 @@ impl LayoutArgs {
             zero_group: self.zero_group,
             zero_secondary: self.zero_secondary,
             reduce: match self.quantize_gradients {
-                Some(_) => ReduceType::Int8,
+                Some(GradientQuantization::Int8) => ReduceType::Int8,
+                Some(GradientQuantization::Int4) => ReduceType::Int4,
                 None => self.grad_reduce_dtype,
             },
             quantize_weights: self.quantize_weights.is_some(),

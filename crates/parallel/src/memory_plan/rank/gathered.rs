@@ -1,7 +1,7 @@
 //! Weights that are here for their passes only: gathered, fetched, tile by tile.
 
 use candle_core::DType;
-use candle_ops::quantized_bytes;
+use candle_ops::QuantizedType;
 
 use super::{Gathered, PlannedRank, bytes};
 use crate::memory::MemoryCategory;
@@ -48,7 +48,7 @@ impl<'a> PlannedRank<'a> {
         let num_slices = self.groups.shard.world_size();
         match self.is_quantized(bucket) {
             // And the copy that is sent.
-            true => (num_slices + 1) * quantized_bytes(bucket.len / num_slices),
+            true => (num_slices + 1) * QuantizedType::Int8.row_bytes(bucket.len / num_slices),
             false => bytes(bucket),
         }
     }
@@ -148,7 +148,7 @@ impl<'a> PlannedRank<'a> {
         let received = pieces.iter();
         let received = received.filter(|(rank, _)| *rank != self.groups.shard.rank());
         let received = received.map(|(_, len)| match is_quantized {
-            true => quantized_bytes(*len),
+            true => QuantizedType::Int8.row_bytes(*len),
             false => len * bucket.dtype.size_in_bytes(),
         });
         let values = range.len() * bucket.dtype.size_in_bytes();

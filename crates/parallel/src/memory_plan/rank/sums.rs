@@ -1,7 +1,6 @@
 //! Sums of gradients: written to, reduced over replicas, and where they are away taken and put back.
 
 use candle_core::DType;
-use candle_ops::quantized_bytes;
 
 use super::super::planned_store::PlannedSums;
 use super::{GRADIENT_BYTES, PlannedRank};
@@ -17,12 +16,13 @@ impl PlannedRank<'_> {
     fn copy_bytes(&self, index: usize) -> usize {
         let bucket = self.spec.layout.gradient_bucket(index);
         let num_slices = self.groups.shard.world_size();
-        match self.groups.reduce_type(bucket) {
-            ReduceType::F32 => 0,
-            ReduceType::Bf16 => {
+        let form = self.groups.reduce_type(bucket);
+        match form.quantized() {
+            Some(packed) => 2 * num_slices * packed.row_bytes(bucket.len / num_slices),
+            None if form == ReduceType::Bf16 => {
                 DType::BF16.size_in_bytes() * (bucket.len + bucket.len / num_slices)
             }
-            ReduceType::Int8 => 2 * num_slices * quantized_bytes(bucket.len / num_slices),
+            None => 0,
         }
     }
 
