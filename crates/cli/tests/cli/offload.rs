@@ -75,6 +75,57 @@ fn a_run_goes_on_from_weights_in_files_to_weights_in_memory_and_back() {
 }
 
 #[test]
+fn every_family_trains_to_the_same_bits_on_layouts_of_all_kinds() {
+    // A family, a layout, and what leaves the device.
+    for (family, flags, list) in [
+        (
+            "gqa",
+            "--tp 2 --dp 2 --zero 2 --recompute full",
+            "gradients",
+        ),
+        ("mistral", "--pp 2 --dp 2 --zero 1 --dtype bf16", "all"),
+        ("qwen2", "--tp 2 --pp 2 --lora-rank 4", "params"),
+        (
+            "qwen3",
+            "--dp 2 --zero 3 --zero-secondary 2",
+            "params,gradients",
+        ),
+        (
+            "gemma",
+            "--pp 2 --schedule gpipe --dtype bf16 --recompute full",
+            "all",
+        ),
+        (
+            "f16_tied",
+            "--dp 2 --zero 3 --lora-rank 4 --base-dtype q8_0",
+            "all",
+        ),
+        ("tied_bias", "--pp 2 --dp 2 --zero 0 --no-overlap", "all"),
+    ] {
+        let workspace = Workspace::with_model(family);
+        let dir = workspace.path("scratch");
+        fs::create_dir(&dir).unwrap();
+        let mut words = flags.split_whitespace().peekable();
+        let program = workspace.finetune_by_default().flag("--steps", 2);
+        let program = program.flag("--seq-len", 16).flag("--lr", 1e-3);
+        let mut program = program.flag("--global-batch-size", 4);
+        while let Some(flag) = words.next() {
+            let value = words.next_if(|word| !word.starts_with("--"));
+            program = match value {
+                Some(value) => program.flag(flag, value),
+                None => program.switch(flag),
+            };
+        }
+        program.succeeds();
+        let want = read_checkpoint(&workspace.output());
+        let program = program.flag("--offload", list);
+        program.flag("--offload-dir", dir.display()).succeeds();
+        let got = read_checkpoint(&workspace.output());
+        assert!(got == want, "{family} {flags} --offload {list}");
+    }
+}
+
+#[test]
 fn what_is_offloaded_must_be_said_and_fit() {
     let workspace = Workspace::new();
     let dir = workspace.path(".").display().to_string();
