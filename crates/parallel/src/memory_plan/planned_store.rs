@@ -2,7 +2,7 @@
 
 use super::held::Held;
 use crate::memory::MemoryCategory;
-use crate::offload::OffloadPlace;
+use crate::offload::{Lane, OffloadPlace};
 
 /// The items of one rank that are changed in turn.
 pub(super) struct PlannedStore {
@@ -117,5 +117,52 @@ impl PlannedSums {
         let going = std::mem::take(&mut self.idle);
         going.into_iter().for_each(|of| self.store.end(of, held));
         self.store.finish(held);
+    }
+}
+
+/// Activations that wait away from the device.
+pub(super) struct PlannedWaiting {
+    /// As what they count where they are.
+    place: MemoryCategory,
+    lanes: [PlannedLane; 2],
+}
+
+#[derive(Default)]
+struct PlannedLane {
+    num_waiting: usize,
+    /// For so many there is room.
+    num_items: usize,
+}
+
+/// Of those that wait in a lane so many are on the device: the last one that came, and another one that comes or goes.
+const ON_DEVICE: usize = 2;
+
+impl PlannedWaiting {
+    /// None yet, at `place`; `None` if that is the device.
+    pub fn new(place: OffloadPlace<'_>) -> Option<Self> {
+        Some(Self {
+            place: place.category()?,
+            lanes: Default::default(),
+        })
+    }
+
+    pub fn put(&mut self, lane: Lane, bytes: usize, held: &mut Held) {
+        let in_lane = &mut self.lanes[lane as usize];
+        in_lane.num_waiting += 1;
+        if in_lane.num_waiting <= ON_DEVICE {
+            held.hold(MemoryCategory::Activations, bytes);
+        }
+        if in_lane.num_waiting > in_lane.num_items {
+            in_lane.num_items += 1;
+            held.hold(self.place, bytes);
+        }
+    }
+
+    pub fn take(&mut self, lane: Lane, bytes: usize, held: &mut Held) {
+        let in_lane = &mut self.lanes[lane as usize];
+        if in_lane.num_waiting <= ON_DEVICE {
+            held.free(MemoryCategory::Activations, bytes);
+        }
+        in_lane.num_waiting = in_lane.num_waiting.saturating_sub(1);
     }
 }

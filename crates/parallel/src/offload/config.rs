@@ -24,6 +24,9 @@ pub struct Offload {
     /// [`Pipeline::forward_backward`](crate::Pipeline::forward_backward) in one step over replicas that sum whole buckets (ZeRO-0 and 1, with
     /// overlap) keep the sums of the earlier ones on the device.
     pub gradients: bool,
+    /// Inputs of blocks that are [computed again](crate::Recompute::Full) and of the head, from their forward to their backward pass, and what a
+    /// stage gave until the next one of its rank takes it.
+    pub activations: bool,
     /// Folders of files, one for each rank, which vanish with its process; ranks take the folders in turn. Without any: the host's memory,
     /// which on the CPU is the device's.
     pub dirs: Vec<PathBuf>,
@@ -38,6 +41,7 @@ impl Default for Offload {
             optimizer: false,
             params: false,
             gradients: false,
+            activations: false,
             dirs: Vec::new(),
             update_values: 4 << 20,
         }
@@ -53,11 +57,12 @@ impl Offload {
         }
     }
 
-    /// Weights, gradients and the optimizer's state in the host's memory.
+    /// Weights, gradients, the optimizer's state and activations in the host's memory.
     pub fn all() -> Self {
         Self {
             params: true,
             gradients: true,
+            activations: true,
             ..Self::optimizer()
         }
     }
@@ -100,6 +105,11 @@ impl Offload {
         self.place(self.gradients, rank, on_gpu)
     }
 
+    /// Where a rank keeps activations.
+    pub(crate) fn place_of_activations(&self, rank: usize, on_gpu: bool) -> OffloadPlace<'_> {
+        self.place(self.activations, rank, on_gpu)
+    }
+
     fn place(&self, leaves: bool, rank: usize, on_gpu: bool) -> OffloadPlace<'_> {
         let turn = rank.checked_rem(self.dirs.len());
         match turn.and_then(|turn| self.dirs.get(turn)) {
@@ -139,6 +149,7 @@ impl fmt::Display for Offload {
             (self.optimizer, "optimizer"),
             (self.gradients, "gradients"),
             (self.params, "params"),
+            (self.activations, "activations"),
         ];
         let chosen = words.iter().filter(|(is_chosen, _)| *is_chosen);
         let chosen: Vec<&str> = chosen.map(|(_, word)| *word).collect();
@@ -154,7 +165,7 @@ impl fmt::Display for Offload {
 impl FromStr for Offload {
     type Err = Error;
 
-    /// A list of `optimizer`, `gradients` and `params`, or `all`; `nvme:DIR` is the optimizer's state in that folder.
+    /// A list of `optimizer`, `gradients`, `params` and `activations`, or `all`; `nvme:DIR` is the optimizer's state in that folder.
     fn from_str(text: &str) -> Result<Self> {
         if let Some(("nvme", dir)) = text.split_once(':')
             && !dir.is_empty()
@@ -167,10 +178,11 @@ impl FromStr for Offload {
                 "optimizer" => offload.optimizer = true,
                 "gradients" => offload.gradients = true,
                 "params" => offload.params = true,
+                "activations" => offload.activations = true,
                 "all" => offload = Self::all(),
                 _ => {
                     return Err(Error::Msg(format!(
-                        "expected a list of `optimizer`, `gradients` and `params`, or `all`, or `nvme:DIR`, got `{text}`"
+                        "expected a list of `optimizer`, `gradients`, `params` and `activations`, or `all`, or `nvme:DIR`, got `{text}`"
                     )));
                 }
             }

@@ -13,7 +13,7 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -25,18 +25,22 @@ use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 
 use super::store::{Fetched, Kept};
 use crate::checkpoint::{SpaceNeed, size_in_words};
-use crate::memory::{MemoryGuard, MemoryMeter};
+use crate::memory::{MemoryGuard, MemoryMeter, num_bytes as num_bytes_of};
 
 /// The items of one rank.
 pub(super) struct FileStore {
+    dir: PathBuf,
     device: Device,
     meter: MemoryMeter,
-    kept: Arc<Kept>,
+    what: &'static str,
     io: Mutex<Io>,
 }
 
 /// The rank's end of its thread.
 struct Io {
+    kept: Kept,
+    /// Where each item begins in the file, and where the next one would.
+    starts: Vec<u64>,
     /// Until the end.
     requests: Option<Sender<Request>>,
     replies: Receiver<Result<Fetched>>,
@@ -49,13 +53,14 @@ struct Io {
     /// Items that are here and that nobody has asked for yet, on the host.
     here: HashMap<usize, Fetched>,
     /// What was taken back last, until another one is asked for.
-    kept: Option<(usize, Fetched)>,
+    returned: Option<(usize, Fetched)>,
     thread: Option<JoinHandle<()>>,
 }
 
+/// Of an item that begins at this byte of the file.
 enum Request {
-    Read(usize, Room),
-    Write(usize, Vec<Tensor>),
+    Read(u64, Room),
+    Write(u64, Vec<Tensor>),
 }
 
 /// For an item that is read.
@@ -84,24 +89,9 @@ impl FileStore {
     ) -> Result<Self> {
         let (what, num_items) = (kept.what, kept.items.len());
         let num_bytes: usize = (0..num_items).map(|index| kept.num_bytes(index)).sum();
-        let fail = |err: std::io::Error| {
-            Error::msg(format!(
-                "cannot keep {num_bytes} bytes of {what} of this rank in a file in {}: {err}\nhint: expected a folder that exists, may be \
-                 written to and has that much space for each rank",
-                dir.display()
-            ))
-        };
+        let fail = |err: std::io::Error| no_room(dir, num_bytes, what, &err);
         let mut file = tempfile::tempfile_in(dir).map_err(fail)?;
-        let need = SpaceNeed {
-            folder: dir.to_path_buf(),
-            num_bytes: num_bytes as u64,
-            what,
-        };
-        if let Some(free) = need.free_bytes().filter(|free| *free < need.num_bytes) {
-            let (needed, free) = (size_in_words(need.num_bytes), size_in_words(free));
-            let words = format!("there is not enough space: {needed} needed, {free} free");
-            return Err(fail(std::io::Error::other(words)));
-        }
+        check_space(dir, num_bytes, what)?;
         warn_of_memory(dir);
         for index in 0..num_items {
             for values in make(index)? {
@@ -113,11 +103,14 @@ impl FileStore {
         leave_cache(&file, 0, 0);
         let ((requests, received), (sent, replies)) = (channel(), channel());
         let (writes, written) = channel();
-        let kept = Arc::new(kept);
+        let mut starts = vec![0];
+        for index in 0..num_items {
+            starts.push(starts[index] + kept.num_bytes(index) as u64);
+        }
         let worker = Worker {
             dir: dir.to_path_buf(),
             file,
-            kept: Arc::clone(&kept),
+            what,
             failed: None,
         };
         let thread = std::thread::Builder::new().name("offload".into());
@@ -128,17 +121,20 @@ impl FileStore {
         };
         let thread = thread.spawn(run).map_err(fail)?;
         Ok(Self {
+            dir: dir.to_path_buf(),
             device: device.clone(),
             meter: meter.clone(),
-            kept,
+            what,
             io: Mutex::new(Io {
+                kept,
+                starts,
                 requests: Some(requests),
                 replies,
                 written,
                 behind: None,
                 asked: VecDeque::new(),
                 here: HashMap::new(),
-                kept: None,
+                returned: None,
                 thread: Some(thread),
             }),
         })
@@ -149,7 +145,7 @@ impl FileStore {
     }
 
     fn ended(&self) -> Error {
-        let what = self.kept.what;
+        let what = self.what;
         Error::msg(format!("the thread that keeps {what} in a file has ended"))
     }
 
@@ -161,15 +157,26 @@ impl FileStore {
         }
     }
 
+    pub fn add(&self, item: Vec<(usize, DType)>) -> Result<usize> {
+        let mut io = self.io();
+        let bytes = item.iter().map(|(len, dtype)| len * dtype.size_in_bytes());
+        let num_bytes = bytes.sum();
+        check_space(&self.dir, num_bytes, self.what)?;
+        let start = io.starts.last().copied().unwrap_or(0);
+        io.starts.push(start + num_bytes as u64);
+        io.kept.items.push(item);
+        Ok(io.kept.items.len() - 1)
+    }
+
     fn ask(&self, io: &mut Io, index: usize) -> Result<()> {
-        let tensors = self.kept.items[index].iter();
+        let tensors = io.kept.items[index].iter();
         let room = Room {
-            held: self.kept.hold(index, &self.meter),
+            held: io.kept.hold(index, &self.meter),
             tensors: tensors
                 .map(|&(len, dtype)| Values::zeros(len, dtype))
                 .collect::<Result<_>>()?,
         };
-        self.send(io, Request::Read(index, room))?;
+        self.send(io, Request::Read(io.starts[index], room))?;
         io.asked.push_back(index);
         Ok(())
     }
@@ -177,7 +184,7 @@ impl FileStore {
     /// What was asked for first.
     fn receive(&self, io: &mut Io) -> Result<(usize, Fetched)> {
         let Some(index) = io.asked.pop_front() else {
-            bail!("nothing is being read of {}", self.kept.what);
+            bail!("nothing is being read of {}", self.what);
         };
         let reply = io.replies.recv().map_err(|_| self.ended())?;
         Ok((index, reply?))
@@ -185,7 +192,7 @@ impl FileStore {
 
     pub fn start_fetch(&self, index: usize) -> Result<()> {
         let mut io = self.io();
-        io.use_kept(index);
+        io.use_returned(index);
         if io.here.contains_key(&index) || io.asked.contains(&index) {
             return Ok(());
         }
@@ -194,7 +201,7 @@ impl FileStore {
 
     pub fn fetch(&self, index: usize) -> Result<Fetched> {
         let mut io = self.io();
-        io.use_kept(index);
+        io.use_returned(index);
         if !io.here.contains_key(&index) && !io.asked.contains(&index) {
             while !io.asked.is_empty() {
                 self.receive(&mut io)?;
@@ -219,7 +226,7 @@ impl FileStore {
     }
 
     pub fn keep(&self, index: usize, item: Fetched) {
-        self.io().kept = Some((index, item));
+        self.io().returned = Some((index, item));
     }
 
     pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
@@ -233,7 +240,7 @@ impl FileStore {
         self.finish()?;
         let mut io = self.io();
         io.behind = Some(held);
-        self.send(&io, Request::Write(index, tensors))
+        self.send(&io, Request::Write(io.starts[index], tensors))
     }
 
     /// Waits until what was stored is written.
@@ -250,7 +257,7 @@ impl FileStore {
 
     pub fn forget(&self, index: usize) -> Result<()> {
         let mut io = self.io();
-        io.kept.take_if(|(kept, _)| *kept == index);
+        io.returned.take_if(|(returned, _)| *returned == index);
         while io.asked.contains(&index) {
             let (other, item) = self.receive(&mut io)?;
             io.here.insert(other, item);
@@ -275,9 +282,9 @@ fn warn_of_memory(dir: &Path) {
 
 impl Io {
     /// Frees what was taken back, unless it is this item, which is here then.
-    fn use_kept(&mut self, index: usize) {
-        if let Some((kept, item)) = self.kept.take()
-            && kept == index
+    fn use_returned(&mut self, index: usize) {
+        if let Some((returned, item)) = self.returned.take()
+            && returned == index
         {
             self.here.insert(index, item);
         }
@@ -298,7 +305,7 @@ impl Drop for Io {
 struct Worker {
     dir: PathBuf,
     file: File,
-    kept: Arc<Kept>,
+    what: &'static str,
     /// Why an item could not be written: nothing that is read after that is right.
     failed: Option<String>,
 }
@@ -314,12 +321,12 @@ impl Worker {
             let failed = self.failed.as_ref().map(Error::msg);
             // Who asked may be gone.
             match request {
-                Request::Read(index, room) => {
-                    let item = failed.map_or_else(|| self.read(index, room), Err);
+                Request::Read(start, room) => {
+                    let item = failed.map_or_else(|| self.read(start, room), Err);
                     let _ = replies.send(item);
                 }
-                Request::Write(index, tensors) => {
-                    let done = failed.map_or_else(|| self.write(index, &tensors), Err);
+                Request::Write(start, tensors) => {
+                    let done = failed.map_or_else(|| self.write(start, &tensors), Err);
                     self.failed = done.as_ref().err().map(message_of);
                     let _ = written.send((tensors, done));
                 }
@@ -327,55 +334,71 @@ impl Worker {
         }
     }
 
-    /// Where an item begins in the file.
-    fn start_of(&self, index: usize) -> u64 {
-        let before = (0..index).map(|before| self.kept.num_bytes(before) as u64);
-        before.sum()
-    }
-
-    fn fail(&self, doing: &str, index: usize, err: &std::io::Error) -> Error {
+    fn fail(&self, doing: &str, start: u64, err: &std::io::Error) -> Error {
         Error::msg(format!(
-            "cannot {doing} the file in {}, from byte {} on: {err}",
+            "cannot {doing} the file in {}, from byte {start} on: {err}",
             self.dir.display(),
-            self.start_of(index)
         ))
     }
 
-    fn read(&mut self, index: usize, room: Room) -> Result<Fetched> {
-        let doing = format!("read {} from", self.kept.what);
-        let start = SeekFrom::Start(self.start_of(index));
-        self.file
-            .seek(start)
-            .map_err(|err| self.fail(&doing, index, &err))?;
+    fn read(&mut self, start: u64, room: Room) -> Result<Fetched> {
+        let doing = format!("read {} from", self.what);
+        let fail = |err| self.fail(&doing, start, &err);
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(start)).map_err(fail)?;
         let mut tensors = Vec::new();
+        let mut num_bytes = 0;
         for mut values in room.tensors {
-            let read = self.file.read_exact(values.bytes());
-            read.map_err(|err| self.fail(&doing, index, &err))?;
+            file.read_exact(values.bytes()).map_err(fail)?;
+            num_bytes += values.bytes().len();
             tensors.push(values.into_tensor()?);
         }
-        leave_cache(&self.file, self.start_of(index), self.kept.num_bytes(index));
+        leave_cache(&self.file, start, num_bytes);
         Ok(Fetched {
             tensors,
             held: room.held,
         })
     }
 
-    fn write(&mut self, index: usize, tensors: &[Tensor]) -> Result<()> {
-        let doing = format!("write {} to", self.kept.what);
-        let start = SeekFrom::Start(self.start_of(index));
-        self.file
-            .seek(start)
-            .map_err(|err| self.fail(&doing, index, &err))?;
+    fn write(&mut self, start: u64, tensors: &[Tensor]) -> Result<()> {
+        let doing = format!("write {} to", self.what);
+        let fail = |err| self.fail(&doing, start, &err);
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(start)).map_err(fail)?;
         for values in tensors {
-            let written = write_tensor(&mut self.file, values)?;
-            written.map_err(|err| self.fail(&doing, index, &err))?;
+            write_tensor(&mut file, values)?.map_err(fail)?;
         }
         // What is not on the disk yet cannot leave the cache.
-        let synced = self.file.sync_data();
-        synced.map_err(|err| self.fail(&doing, index, &err))?;
-        leave_cache(&self.file, self.start_of(index), self.kept.num_bytes(index));
+        self.file.sync_data().map_err(fail)?;
+        let num_bytes = tensors.iter().map(num_bytes_of).sum();
+        leave_cache(&self.file, start, num_bytes);
         Ok(())
     }
+}
+
+/// An error if a folder has not so many bytes free.
+fn check_space(dir: &Path, num_bytes: usize, what: &'static str) -> Result<()> {
+    let need = SpaceNeed {
+        folder: dir.to_path_buf(),
+        num_bytes: num_bytes as u64,
+        what,
+    };
+    match need.free_bytes().filter(|free| *free < need.num_bytes) {
+        None => Ok(()),
+        Some(free) => {
+            let (needed, free) = (size_in_words(need.num_bytes), size_in_words(free));
+            let words = format!("there is not enough space: {needed} needed, {free} free");
+            Err(no_room(dir, num_bytes, what, &std::io::Error::other(words)))
+        }
+    }
+}
+
+fn no_room(dir: &Path, num_bytes: usize, what: &str, err: &std::io::Error) -> Error {
+    Error::msg(format!(
+        "cannot keep {num_bytes} bytes of {what} of this rank in a file in {}: {err}\nhint: expected a folder that exists, may be \
+         written to and has that much space for each rank",
+        dir.display()
+    ))
 }
 
 /// Has the system forget what it has of a part of the file, which would push what others need out of its memory; 0 bytes are all. What it cannot
@@ -430,7 +453,7 @@ fn not_kept(dtype: DType) -> Error {
 }
 
 /// Writes flat values of the host where the file is.
-fn write_tensor(file: &mut File, values: &Tensor) -> Result<std::io::Result<()>> {
+fn write_tensor(file: &mut impl Write, values: &Tensor) -> Result<std::io::Result<()>> {
     let (storage, layout) = values.storage_and_layout();
     let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
     else {

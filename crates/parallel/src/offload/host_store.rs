@@ -10,7 +10,7 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{HostBuffer, HostCopies, HostCopy};
 
 use super::store::{Fetched, Kept};
@@ -19,17 +19,17 @@ use crate::memory::{MemoryGuard, MemoryMeter};
 /// The items of one rank.
 pub(super) struct HostStore {
     copies: HostCopies,
-    kept: Kept,
     items: Mutex<Items>,
     meter: MemoryMeter,
 }
 
 struct Items {
+    kept: Kept,
     buffers: Vec<Vec<HostBuffer>>,
     /// What nobody has asked for yet.
     ahead: HashMap<usize, Moving>,
     /// What was taken back last, until another one is asked for.
-    kept: Option<(usize, Fetched)>,
+    returned: Option<(usize, Fetched)>,
     /// On its way to the host.
     behind: Option<Moving>,
 }
@@ -60,11 +60,11 @@ impl HostStore {
         }
         Ok(Self {
             copies,
-            kept,
             items: Mutex::new(Items {
+                kept,
                 buffers: all,
                 ahead: HashMap::new(),
-                kept: None,
+                returned: None,
                 behind: None,
             }),
             meter: meter.clone(),
@@ -75,8 +75,19 @@ impl HostStore {
         self.items.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    pub fn add(&self, item: Vec<(usize, DType)>) -> Result<usize> {
+        let buffers = item
+            .iter()
+            .map(|&(len, dtype)| self.copies.buffer(len, dtype));
+        let buffers = buffers.collect::<Result<_>>()?;
+        let mut items = self.items();
+        items.buffers.push(buffers);
+        items.kept.items.push(item);
+        Ok(items.buffers.len() - 1)
+    }
+
     fn start(&self, items: &mut Items, index: usize) -> Result<Moving> {
-        let held = self.kept.hold(index, &self.meter);
+        let held = items.kept.hold(index, &self.meter);
         let buffers = items.buffers[index].iter_mut();
         let copies = buffers.map(|buffer| self.copies.start_fetch(buffer));
         let copies = copies.collect::<Result<_>>()?;
@@ -85,9 +96,9 @@ impl HostStore {
 
     pub fn start_fetch(&self, index: usize) -> Result<()> {
         let mut items = self.items();
-        let is_kept = |(kept, _): &(usize, Fetched)| *kept == index;
-        items.kept = items.kept.take().filter(is_kept);
-        if items.kept.is_none() && !items.ahead.contains_key(&index) {
+        let is_asked = |(returned, _): &(usize, Fetched)| *returned == index;
+        items.returned = items.returned.take().filter(is_asked);
+        if items.returned.is_none() && !items.ahead.contains_key(&index) {
             let moving = self.start(&mut items, index)?;
             items.ahead.insert(index, moving);
         }
@@ -96,8 +107,8 @@ impl HostStore {
 
     pub fn fetch(&self, index: usize) -> Result<Fetched> {
         let mut items = self.items();
-        if let Some((kept, item)) = items.kept.take()
-            && kept == index
+        if let Some((returned, item)) = items.returned.take()
+            && returned == index
         {
             return Ok(item);
         }
@@ -114,7 +125,7 @@ impl HostStore {
     }
 
     pub fn keep(&self, index: usize, item: Fetched) {
-        self.items().kept = Some((index, item));
+        self.items().returned = Some((index, item));
     }
 
     pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
@@ -144,6 +155,6 @@ impl HostStore {
 impl Items {
     fn forget(&mut self, index: usize) {
         self.ahead.remove(&index);
-        self.kept.take_if(|(kept, _)| *kept == index);
+        self.returned.take_if(|(returned, _)| *returned == index);
     }
 }

@@ -4,7 +4,9 @@ mod config;
 mod file_store;
 mod host_store;
 mod store;
+mod waiting;
 
 pub use config::Offload;
 pub(crate) use config::OffloadPlace;
 pub(crate) use store::{Fetched, Kept, OffloadStore};
+pub(crate) use waiting::{Lane, Stored, WaitingStore};

@@ -1,5 +1,7 @@
 //! Items of a rank's tensors that are on its device only while they are used.
 
+use std::sync::{Mutex, PoisonError};
+
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::config::OffloadPlace;
@@ -25,9 +27,13 @@ impl Kept {
             .sum()
     }
 
-    /// Counts the bytes of an item.
+    /// Counts the bytes of an item; of activations, which are what is there and counts as nothing else, none.
     pub fn hold(&self, index: usize, meter: &MemoryMeter) -> MemoryGuard {
-        meter.hold(self.category, self.num_bytes(index))
+        let bytes = match self.category {
+            MemoryCategory::Activations => 0,
+            _ => self.num_bytes(index),
+        };
+        meter.hold(self.category, bytes)
     }
 }
 
@@ -40,7 +46,9 @@ pub(crate) struct Fetched {
 /// Items in the host's memory, or in a file. What is written is what later fetches give, whatever was under way.
 pub(crate) struct OffloadStore {
     place: Place,
-    _held: MemoryGuard,
+    category: MemoryCategory,
+    meter: MemoryMeter,
+    held: Mutex<Vec<MemoryGuard>>,
 }
 
 enum Place {
@@ -66,7 +74,9 @@ impl OffloadStore {
         let items = 0..kept.items.len();
         let num_bytes = items.map(|index| kept.num_bytes(index)).sum();
         Ok(Some(Self {
-            _held: meter.hold(category, num_bytes),
+            held: Mutex::new(vec![meter.hold(category, num_bytes)]),
+            category,
+            meter: meter.clone(),
             place: match place {
                 OffloadPlace::File(dir) => {
                     Place::File(FileStore::create(dir, kept, device, meter, make)?)
@@ -74,6 +84,22 @@ impl OffloadStore {
                 _ => Place::Host(HostStore::new(kept, device, meter, make)?),
             },
         }))
+    }
+
+    /// One more item, of flat tensors of these lengths and types, which is to be stored before it is fetched.
+    ///
+    /// # Errors
+    /// Memory or space that is missing.
+    pub fn add(&self, item: Vec<(usize, DType)>) -> Result<usize> {
+        let bytes = item.iter().map(|(len, dtype)| len * dtype.size_in_bytes());
+        let held = self.meter.hold(self.category, bytes.sum());
+        let index = match &self.place {
+            Place::Host(host) => host.add(item)?,
+            Place::File(file) => file.add(item)?,
+        };
+        let mut all = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        all.push(held);
+        Ok(index)
     }
 
     /// Starts to fetch an item, so that [`Self::fetch`] has it sooner.

@@ -24,7 +24,7 @@ use crate::agreement::Facts;
 use crate::files::Checkpoint;
 use crate::lora::LoraConfig;
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
-use crate::offload::{Offload, OffloadPlace};
+use crate::offload::{Lane, Offload, OffloadPlace, Stored, WaitingStore};
 use crate::pipeline_layout::PipelineLayout;
 use crate::placement::{intersect, offset_by};
 
@@ -50,6 +50,8 @@ struct Inner {
     /// Empty unless replicas divide the weights. Layers that use their weights tile by tile have it too.
     sharded: Arc<OnceLock<ShardedWeights>>,
     meter: MemoryMeter,
+    /// Activations that are away between passes, if they are.
+    waiting: Option<Arc<WaitingStore>>,
     /// Of each parameter whose values are in memory.
     held: Mutex<Vec<Option<MemoryGuard>>>,
     changes: Changes,
@@ -129,6 +131,8 @@ impl Parameters {
         let owned = owned.collect();
         let places = &own.layout;
         let meter = MemoryMeter::default();
+        let waiting = offload.place_of_activations(mesh.world.rank(), on_gpu);
+        let waiting = WaitingStore::new(waiting, mesh.world.device(), &meter)?;
         let initial = |param: &Param| {
             let values = source.values(&param.wanted())?;
             param.initial(values)?.to_device(mesh.world.device())
@@ -157,6 +161,7 @@ impl Parameters {
         });
         Ok(Self {
             inner: Arc::new(Inner {
+                waiting,
                 held: Mutex::new(held.collect()),
                 changes: Changes::new(params.len()),
                 num_updates: AtomicUsize::new(0),
@@ -293,6 +298,19 @@ impl Parameters {
     /// The data-parallel ranks as a grid.
     pub(crate) fn groups(&self) -> &ReplicaGroups {
         &self.inner.groups
+    }
+
+    /// Where activations are between passes, if not on the device.
+    pub(crate) fn waiting(&self) -> Option<&Arc<WaitingStore>> {
+        self.inner.waiting.as_ref()
+    }
+
+    /// `xs`, away until a later pass uses it, if activations are.
+    pub(crate) fn put_away(&self, lane: Lane, xs: Tensor) -> Result<Stored> {
+        match self.waiting() {
+            Some(waiting) => waiting.put(lane, xs),
+            None => Ok(Stored::Here(xs)),
+        }
     }
 
     /// The slices of weights, if replicas divide them.

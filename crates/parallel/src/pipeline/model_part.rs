@@ -14,6 +14,7 @@ use crate::agreement::Facts;
 use crate::checksums::Shared;
 use crate::gradients::Gradients;
 use crate::layers::{Head, Region};
+use crate::offload::Stored;
 use crate::params::{ParamBuilder, Parameters, is_about_released};
 use crate::pass::{Early, InputHalf, Loss, Pass, WeightJobs};
 use crate::pipeline_layout::PipelineLayout;
@@ -328,20 +329,24 @@ impl ModelPart {
     pub(super) fn forward(
         &self,
         stage: usize,
-        input: Option<Tensor>,
+        mut input: Option<Stored>,
         pass: Pass,
         after: Option<usize>,
         gradients: &mut Gradients,
     ) -> Result<(Option<Tensor>, Tape)> {
         let stage = self.stage(stage)?;
         let mut saved = Vec::with_capacity(stage.blocks.len());
-        let mut xs = Some(input.unwrap_or_else(|| pass.inputs().clone()));
+        let mut xs = Some(match &input {
+            Some(input) => input.get()?,
+            None => pass.inputs().clone(),
+        });
         let num_frozen = stage.num_frozen(&self.params);
         for (position, block) in stage.blocks.iter().enumerate() {
-            let input = next_input(&mut xs)?;
+            let (stored, input) = (input.take(), next_input(&mut xs)?);
             if block.is_head() {
                 // Its weights are needed in the backward pass alone.
-                saved.push(block.forward(&input, &pass)?.1);
+                let kept = block.forward(&input, &pass)?.1;
+                saved.push(kept.put_away(&self.params, stored)?);
                 continue;
             }
             let next = stage.blocks.get(position + 1);
@@ -362,7 +367,8 @@ impl ModelPart {
                 }
             }
             xs = output;
-            saved.push(kept);
+            drop(input);
+            saved.push(kept.put_away(&self.params, stored)?);
             self.params.meter().count_activations(&self.device)?;
         }
         Ok((xs, Tape { saved, pass }))
@@ -437,13 +443,16 @@ impl ModelPart {
     pub(super) fn infer(
         &self,
         stage: usize,
-        input: Option<Tensor>,
+        input: Option<Stored>,
         pass: &Pass,
         after: Option<usize>,
         observe: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
     ) -> Result<Tensor> {
         let stage = self.stage(stage)?;
-        let mut xs = input.unwrap_or_else(|| pass.inputs().clone());
+        let mut xs = match input {
+            Some(input) => input.get()?,
+            None => pass.inputs().clone(),
+        };
         for (position, block) in stage.blocks.iter().enumerate() {
             if block.is_head() {
                 break;
@@ -493,13 +502,13 @@ impl ModelPart {
             jobs: Vec::new(),
         };
         for (position, saved) in tape.saved.into_iter().enumerate().rev() {
-            let block = &stage.blocks[position];
+            let (block, saved) = (&stage.blocks[position], saved.get()?);
             if let Saved::Frozen = saved {
                 grad.input = None;
                 return Ok(grad);
             }
             let of_head = match (&saved, block.is_head()) {
-                (Saved::Input { xs, .. }, true) => Some(xs.clone()),
+                (Saved::Input { xs, .. }, true) => Some(xs.get()?),
                 _ => None,
             };
             let upstream = grad.input.take();

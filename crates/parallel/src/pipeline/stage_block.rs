@@ -9,6 +9,7 @@ use super::block::{Block, Link};
 use super::plain::CUTTING;
 use super::recompute::{Recompute, check_repeats, fingerprint};
 use crate::gradients::Gradients;
+use crate::offload::{Lane, Stored};
 use crate::params::Parameters;
 use crate::pass::{GradientSink, Loss, Pass, WeightGrad, WeightHalf};
 
@@ -33,10 +34,40 @@ pub(super) enum Saved {
     Kept(Box<dyn Any>),
     /// Its input: the forward pass runs again, or, of a head, for the first time.
     Input {
-        xs: Tensor,
+        xs: Stored,
         /// Of the output, until it was seen to be the same again.
         fingerprint: Option<u64>,
     },
+}
+
+impl Saved {
+    /// An input away until the backward pass, if activations are: `stored`, if that is it already.
+    pub fn put_away(self, params: &Parameters, stored: Option<Stored>) -> Result<Self> {
+        Ok(match (self, stored) {
+            (Self::Input { fingerprint, .. }, Some(xs @ Stored::Away(_))) => {
+                Self::Input { xs, fingerprint }
+            }
+            (Self::Input { xs, fingerprint }, _) => Self::Input {
+                xs: match xs {
+                    Stored::Here(xs) => params.put_away(Lane::Activations, xs)?,
+                    away => away,
+                },
+                fingerprint,
+            },
+            (other, _) => other,
+        })
+    }
+
+    /// An input that is on the device again.
+    pub fn get(self) -> Result<Self> {
+        Ok(match self {
+            Self::Input { xs, fingerprint } => Self::Input {
+                xs: Stored::Here(xs.get()?),
+                fingerprint,
+            },
+            other => other,
+        })
+    }
 }
 
 impl StageBlock {
@@ -84,7 +115,7 @@ impl StageBlock {
     /// The output, which a head has none of, and what the tape keeps.
     pub fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Option<Tensor>, Saved)> {
         let input = |fingerprint| Saved::Input {
-            xs: xs.clone(),
+            xs: Stored::Here(xs.clone()),
             fingerprint,
         };
         let layer = match &self.block.link {
@@ -118,7 +149,7 @@ impl StageBlock {
         };
         let results = match (&self.block.link, saved) {
             (Link::Head(head), Saved::Input { xs, .. }) => {
-                let (loss, dx) = head.loss(&xs, pass, &mut gradients)?;
+                let (loss, dx) = head.loss(&xs.get()?, pass, &mut gradients)?;
                 (dx, Some(loss))
             }
             (Link::Layer(layer), saved) => {
@@ -129,7 +160,7 @@ impl StageBlock {
                     Saved::Frozen => return Ok((None, None)),
                     Saved::Kept(saved) => saved,
                     Saved::Input { xs, fingerprint } => {
-                        let (output, saved) = layer.forward(&xs, &pass.again())?;
+                        let (output, saved) = layer.forward(&xs.get()?, &pass.again())?;
                         if let Some(fingerprint) = fingerprint {
                             check_repeats(fingerprint, &output)?;
                             self.is_checked.store(true, Ordering::Relaxed);

@@ -11,6 +11,7 @@ use super::model_part::{BackwardHalf, ModelPart, StageJobs, Tape};
 use super::pipeline::{BACKWARD, FORWARD, Pipeline};
 use crate::gradients::Gradients;
 use crate::memory::{MemoryCategory, MemoryGuard};
+use crate::offload::{Lane, Stored};
 use crate::pass::{ComputeTimer, Loss, Pass, PassReport};
 use crate::schedule::{Instruction, Message, Plan, Unit};
 
@@ -26,7 +27,7 @@ pub(super) struct Units<'a> {
     posted: HashMap<(Unit, Message), Posted>,
     sends: Sends,
     /// What a stage of this rank gave: for another one of this rank, or until it is sent.
-    given: HashMap<(Unit, Message), Tensor>,
+    given: HashMap<(Unit, Message), Stored>,
     tapes: HashMap<Unit, Tape>,
     jobs: HashMap<Unit, StageJobs>,
     /// Of the last stage, by micro-batch.
@@ -106,13 +107,13 @@ impl<'a> Units<'a> {
             bail!("the {what:?} of {unit} is not there to be sent")
         };
         let rank = layout.rank_of(to.stage);
-        self.channels.send(&xs, rank, what, &mut self.sends)
+        self.channels.send(&xs.get()?, rank, what, &mut self.sends)
     }
 
     /// What the unit gets, once it is here; `None` at the beginning or end of the model.
-    fn take(&mut self, unit: Unit, what: Message) -> Result<Option<Tensor>> {
+    fn take(&mut self, unit: Unit, what: Message) -> Result<Option<Stored>> {
         if let Some(posted) = self.posted.remove(&(unit, what)) {
-            return Ok(posted.received.wait()?.pop());
+            return Ok(posted.received.wait()?.pop().map(Stored::Here));
         }
         let is_end = Plan::is_end(self.part.layout(), unit, what);
         match self.given.remove(&(unit, what)) {
@@ -124,10 +125,21 @@ impl<'a> Units<'a> {
     }
 
     /// Keeps what a unit gave for the stage after or before it.
-    fn give(&mut self, unit: Unit, what: Message, xs: Tensor) {
-        if let Some(to) = Plan::receiver(self.part.layout(), unit, what) {
-            self.given.insert((to, what), xs);
-        }
+    fn give(&mut self, unit: Unit, what: Message, xs: Tensor) -> Result<()> {
+        let layout = self.part.layout();
+        let Some(to) = Plan::receiver(layout, unit, what) else {
+            return Ok(());
+        };
+        let lane = match what {
+            Message::Activation => Lane::Activations,
+            Message::Gradient => Lane::Gradients,
+        };
+        let xs = match layout.rank_of(to.stage) == layout.rank_of(unit.stage) {
+            true => self.part.params().put_away(lane, xs)?,
+            false => Stored::Here(xs),
+        };
+        self.given.insert((to, what), xs);
+        Ok(())
     }
 
     /// Carries out an instruction of a training step; `next` is the block that comes after it on this rank, whose weights may come
@@ -169,7 +181,7 @@ impl<'a> Units<'a> {
         self.report.forward_secs += timer.secs();
         self.tapes.insert(unit, tape);
         if let Some(output) = output {
-            self.give(unit, Message::Activation, output);
+            self.give(unit, Message::Activation, output)?;
         }
         Ok(())
     }
@@ -182,6 +194,7 @@ impl<'a> Units<'a> {
         half: BackwardHalf,
     ) -> Result<()> {
         let upstream = self.take(unit, Message::Gradient)?;
+        let upstream = upstream.map(|upstream| upstream.get()).transpose()?;
         let timer = ComputeTimer::start();
         let Some(tape) = self.tapes.remove(&unit) else {
             bail!("the schedule asks for the backward pass of {unit} before its forward pass")
@@ -203,7 +216,7 @@ impl<'a> Units<'a> {
             self.jobs.insert(unit, grad.jobs);
         }
         if let Some(input) = grad.input {
-            self.give(unit, Message::Gradient, input);
+            self.give(unit, Message::Gradient, input)?;
         }
         Ok(())
     }
@@ -241,7 +254,7 @@ impl<'a> Units<'a> {
                 if unit.stage + 1 == self.part.layout().num_stages() {
                     return Ok(Some(output));
                 }
-                self.give(unit, Message::Activation, output);
+                self.give(unit, Message::Activation, output)?;
                 Ok(None)
             }
         }
@@ -250,6 +263,9 @@ impl<'a> Units<'a> {
     /// Waits for what is under way; what the passes gave.
     pub fn finish(self) -> Result<PassReport> {
         self.sends.finish()?;
+        if let Some(waiting) = self.part.params().waiting() {
+            waiting.finish()?;
+        }
         self.channels.end();
         let mut report = self.report;
         for pass in self.passes {

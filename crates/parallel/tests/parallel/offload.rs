@@ -8,12 +8,14 @@ use candle_comm::Mesh;
 use candle_core::{DType, Error, Result};
 use candle_parallel::{
     AdamW, AdamWConfig, DataParallel, DistributedOptimizer, Gradients, MemoryCategory, ModelPart,
-    Offload, Optimizer, OptimizerState, ParamStore, Pipeline, Schedule, ZeroStage,
+    Offload, Optimizer, OptimizerState, ParamStore, Pipeline, PipelineLayout, Recompute, Schedule,
+    ZeroStage,
 };
 use tempfile::tempdir;
 
-use crate::chain::{Bits, Chain, local_bits};
+use crate::chain::{Bits, Chain, HIDDEN, local_bits};
 use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, single_mesh};
+use crate::device::device;
 use crate::optimizer_rule::Momentum;
 use crate::save_failures::{folder_of_child, in_prepared_shell};
 
@@ -171,6 +173,83 @@ fn bits_are_the_same_wherever_the_state_is() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
+/// Every rank's weights after steps of six micro-batches, the losses of an evaluation, and the most that was away.
+fn with_activations(
+    (pp, dp, tp): (usize, usize, usize),
+    schedule: Schedule,
+    num_blocks: &[usize],
+    chain: Chain,
+    offload: &Offload,
+) -> Vec<(Bits, f64, u64)> {
+    on_mesh((pp, dp, tp), |mesh| {
+        let store = ParamStore::init(5).with_offload(offload.clone());
+        let vb = store.builder(chain.dtype, &device());
+        let ranks: Vec<usize> = (0..num_blocks.len()).map(|stage| stage % pp).collect();
+        let layout = PipelineLayout::new(num_blocks, &ranks)?;
+        let part = ModelPart::build_stages(&mesh, &vb, layout, HIDDEN, |index, vb| {
+            chain.block(index, &mesh.tp, &vb)
+        })?;
+        let part = part.with_recompute(|_| Recompute::Full);
+        let mut optimizer = DistributedOptimizer::new(part.params(), &mesh, adamw())?;
+        let mut gradients = Gradients::new(part.params(), &mesh)?;
+        let pipeline = Pipeline::new(schedule, &mesh);
+        let mut loss = 0.0;
+        for step in 0..3 {
+            let batches = chain.micro_batches(50 * step + mesh.dp.rank() as u64, 6)?;
+            // Fewer than before, too.
+            let batches = &batches[..6 - 2 * (step as usize % 2)];
+            pipeline.forward_backward(&part, batches, &mut gradients)?;
+            optimizer.step(&mut gradients, 0.01, Some(1.0))?;
+            let evaluated = pipeline.evaluate(&part, batches.iter().cloned().map(Ok))?;
+            loss += evaluated.loss();
+        }
+        let away = part.params().meter().report().of(MemoryCategory::Disk).peak;
+        Ok((local_bits(&part), loss, away))
+    })
+}
+
+#[test]
+fn activations_that_were_away_are_what_they_were() {
+    let dir = tempdir().unwrap();
+    let places = [
+        Offload {
+            activations: true,
+            ..Offload::default()
+        },
+        Offload::all(),
+    ];
+    // Layouts, schedules, and of each stage how many of the five blocks it has.
+    for (layout, schedule, num_blocks) in [
+        ((1, 1, 1), Schedule::OneForwardOneBackward, &[5][..]),
+        ((1, 1, 1), Schedule::GPipe, &[1, 1, 1, 1, 1]),
+        ((1, 2, 1), Schedule::GPipe, &[2, 1, 2]),
+        ((2, 1, 2), Schedule::OneForwardOneBackward, &[1, 2, 1, 1]),
+        ((2, 1, 1), Schedule::ZeroBubbleH1, &[3, 2]),
+    ] {
+        for dtype in [DType::F32, DType::BF16] {
+            let chain = Chain {
+                dtype,
+                ..Chain::default()
+            };
+            assert_eq!(chain.num_blocks(), 5);
+            let trained =
+                |offload: &Offload| with_activations(layout, schedule, num_blocks, chain, offload);
+            let want = trained(&Offload::default());
+            for place in &places {
+                let got = trained(&place.clone().in_dir(dir.path()));
+                for (want, (bits, loss, away)) in want.iter().zip(got) {
+                    assert!(
+                        (&want.0, want.1) == (&bits, loss),
+                        "{layout:?} {schedule:?}"
+                    );
+                    assert!(away > 0, "nothing was away");
+                }
+            }
+        }
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
 #[test]
 fn values_that_were_looked_at_stay_what_they_were() -> Result<()> {
     let (dir, mesh, chain) = (tempdir().unwrap(), single_mesh(), Chain::default());
@@ -226,10 +305,11 @@ fn places_have_names() {
     assert_eq!(parse("optimizer").unwrap(), Offload::optimizer());
     let both = Offload {
         gradients: false,
+        activations: false,
         ..Offload::all()
     };
     assert_eq!(parse("params, optimizer").unwrap(), both);
-    let words = "gradients,params,optimizer";
+    let words = "activations,gradients,params,optimizer";
     assert_eq!(parse(words).unwrap(), Offload::all());
     assert_eq!(parse("all").unwrap(), Offload::all());
     let dir = Offload::optimizer().in_dir("/a:b");
@@ -247,7 +327,7 @@ fn places_have_names() {
         "all,disk",
     ] {
         let words = [
-            "`optimizer`, `gradients` and `params`, or `all`",
+            "`optimizer`, `gradients`, `params` and `activations`, or `all`",
             &format!("`{text}`"),
         ];
         assert_says(&message(parse(text)), &words);

@@ -92,7 +92,8 @@ pub struct LayoutArgs {
     #[serde(skip)]
     pub fp16: bool,
     /// Keep in the host's memory, and not on the device, the optimizer's state and masters (optimizer), gradients and weights but those of
-    /// the layers that run (gradients, params), all three (all), or a list of them; nvme:DIR is optimizer with --offload-dir DIR; the same bits [default: nothing]
+    /// the layers that run (gradients, params), inputs of layers that --recompute full computes again (activations), all four (all), or a list of
+    /// them; nvme:DIR is optimizer with --offload-dir DIR; the same bits [default: nothing]
     #[arg(long, value_name = "LIST")]
     #[serde(serialize_with = "some_text")]
     pub offload: Option<Offload>,

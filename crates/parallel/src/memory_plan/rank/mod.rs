@@ -8,13 +8,14 @@ use std::collections::{BTreeMap, VecDeque};
 use candle_core::{DType, Result, bail};
 
 use super::held::{Held, Moment};
-use super::planned_store::{PlannedStore, PlannedSums};
+use super::planned_store::{PlannedStore, PlannedSums, PlannedWaiting};
 use super::{PlannedPasses, PlannedUpdate, PlannedWork};
 use crate::memory::MemoryCategory;
-use crate::offload::OffloadPlace;
+use crate::offload::{Lane, OffloadPlace};
 use crate::optimizer::{BucketShape, StateSlices, max_gathers, num_bytes_of};
 use crate::params::{Bucket, RankSpec, ReplicaGroups};
-use crate::schedule::{Instruction, Plan};
+use crate::pipeline::Recompute;
+use crate::schedule::{Instruction, Message, Plan, Unit};
 
 /// Of a gradient.
 const GRADIENT_BYTES: usize = 4;
@@ -32,6 +33,8 @@ pub(super) struct PlannedRank<'a> {
     state: Option<(PlannedStore, StateSlices)>,
     sums: Option<PlannedSums>,
     weights: Option<PlannedStore>,
+    /// Activations, if they are away between passes.
+    waiting: Option<PlannedWaiting>,
     held: Held,
     /// Blocks before the first one that is trained, if the first stage is here.
     num_frozen: usize,
@@ -146,7 +149,9 @@ impl<'a> PlannedRank<'a> {
             }
         }
         let num_gradients = spec.layout.num_gradient_buckets();
+        let waiting = work.offload.place_of_activations(0, work.on_gpu);
         Ok(Self {
+            waiting: PlannedWaiting::new(waiting),
             num_frozen: num_frozen(spec, work.passes.as_ref()),
             updates: work.update.is_some(),
             state,
@@ -239,12 +244,23 @@ impl<'a> PlannedRank<'a> {
         let activations = MemoryCategory::Activations;
         let trained = blocks.start.max(self.num_frozen)..blocks.end;
         match instruction {
-            Instruction::Forward(_) => {
+            Instruction::Forward(unit) => {
+                // What the stage before on this rank gave.
+                let mut given = self.comes_back(passes, unit, Message::Activation);
                 for block in blocks.clone() {
-                    let tape = match self.trains && block >= self.num_frozen {
+                    let given = std::mem::take(&mut given);
+                    let is_kept = self.trains && block >= self.num_frozen;
+                    let waits = is_kept && self.waits(passes, block);
+                    let input = passes.input_bytes(block);
+                    let tape = match is_kept && !waits {
                         true => passes.kept_bytes(block),
                         false => 0,
                     };
+                    match (given, waits) {
+                        (true, false) => self.take_waiting(Lane::Activations, input),
+                        (false, true) => self.put_waiting(Lane::Activations, input),
+                        _ => {}
+                    }
                     if block == head {
                         self.held.hold(activations, tape);
                         continue;
@@ -253,23 +269,41 @@ impl<'a> PlannedRank<'a> {
                     // In training the weights of the head are needed in the backward pass alone.
                     let next = next.filter(|&next| next != head || !self.trains).or(after);
                     self.run(block, next, |rank| rank.held.hold(activations, tape));
+                    if waits {
+                        // What the block has given is here beside those that wait.
+                        let output = passes.input_bytes(block + 1);
+                        self.held.hold(activations, output);
+                        self.held.free(activations, output);
+                    }
                 }
                 if self.trains && blocks.end <= head {
                     let output = passes.input_bytes(blocks.end);
                     self.held.hold(activations, output);
                     self.held.free(activations, output);
                 }
+                if blocks.end <= head && self.is_given_here(passes, unit.stage + 1, unit.stage) {
+                    self.put_waiting(Lane::Activations, passes.input_bytes(blocks.end));
+                }
             }
-            Instruction::Backward(_) | Instruction::InputGrad(_) => {
+            Instruction::Backward(unit) | Instruction::InputGrad(unit) => {
                 let is_whole = matches!(instruction, Instruction::Backward(_));
+                if self.comes_back(passes, unit, Message::Gradient) {
+                    self.take_waiting(Lane::Gradients, passes.input_bytes(blocks.end));
+                }
                 for block in trained.clone().rev() {
                     let next = block.checked_sub(1).filter(|next| trained.contains(next));
                     self.run(block, next.or(after), |rank| {
-                        if is_whole {
+                        let early = passes.plan.early(rank.groups.shards_gradients());
+                        // None of the gradients of what is computed again waits.
+                        let is_again = passes.recompute_of(block) == Recompute::Full;
+                        if is_whole || early.large && is_again {
                             rank.write_gradients(block);
                         }
                     });
-                    self.held.free(activations, passes.kept_bytes(block));
+                    match self.waits(passes, block) {
+                        true => self.take_waiting(Lane::Activations, passes.input_bytes(block)),
+                        false => self.held.free(activations, passes.kept_bytes(block)),
+                    }
                     match is_whole {
                         true => self.block_done(block),
                         false => {
@@ -284,6 +318,10 @@ impl<'a> PlannedRank<'a> {
                         self.held.free(activations, grad);
                     }
                 }
+                let is_passed_on = blocks.start > self.num_frozen && unit.stage > 0;
+                if is_passed_on && self.is_given_here(passes, unit.stage - 1, unit.stage) {
+                    self.put_waiting(Lane::Gradients, passes.input_bytes(blocks.start));
+                }
             }
             Instruction::WeightGrad(_) => {
                 for block in trained.rev() {
@@ -294,6 +332,43 @@ impl<'a> PlannedRank<'a> {
                 }
             }
             Instruction::Send(..) | Instruction::Recv(..) => {}
+        }
+    }
+
+    /// Whether what the tape keeps of a block is its input, away until the backward pass.
+    fn waits(&self, passes: &PlannedPasses<'_>, block: usize) -> bool {
+        let is_head = block + 1 == passes.plan.layout().num_blocks();
+        // The first block of a model gets tokens, which stay.
+        let is_input = is_head || passes.recompute_of(block) == Recompute::Full;
+        self.waiting.is_some() && is_input && block > 0
+    }
+
+    /// Whether two stages are on this rank, and what one gives the other is away until that takes it.
+    fn is_given_here(&self, passes: &PlannedPasses<'_>, to: usize, from: usize) -> bool {
+        let layout = passes.plan.layout();
+        self.waiting.is_some() && layout.rank_of(to) == layout.rank_of(from)
+    }
+
+    /// Whether what a unit gets waits away from the device of this rank.
+    fn comes_back(&self, passes: &PlannedPasses<'_>, unit: Unit, what: Message) -> bool {
+        let giving = match what {
+            Message::Activation => unit.stage.checked_sub(1),
+            Message::Gradient => {
+                Some(unit.stage + 1).filter(|&stage| stage < passes.plan.layout().num_stages())
+            }
+        };
+        giving.is_some_and(|giving| self.is_given_here(passes, unit.stage, giving))
+    }
+
+    fn put_waiting(&mut self, lane: Lane, bytes: usize) {
+        if let Some(waiting) = &mut self.waiting {
+            waiting.put(lane, bytes, &mut self.held);
+        }
+    }
+
+    fn take_waiting(&mut self, lane: Lane, bytes: usize) {
+        if let Some(waiting) = &mut self.waiting {
+            waiting.take(lane, bytes, &mut self.held);
         }
     }
 

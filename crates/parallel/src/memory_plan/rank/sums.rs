@@ -5,7 +5,8 @@ use candle_core::DType;
 use super::super::planned_store::PlannedSums;
 use super::{GRADIENT_BYTES, PlannedRank};
 use crate::memory::MemoryCategory;
-use crate::params::{Bucket, ReduceType, Sharing};
+use crate::params::{Bucket, ReduceType, Sharing, Slot};
+use crate::placement::{Gradient, intersect};
 
 impl PlannedRank<'_> {
     fn gradient_bytes(&self, index: usize) -> usize {
@@ -158,8 +159,9 @@ impl PlannedRank<'_> {
     /// The sums after the passes: two buckets are under way at a time.
     pub(super) fn reduce(&mut self) {
         let layout = &self.spec.layout;
+        // The passes have ended.
+        self.finish_sums();
         if self.groups.shards_gradients() {
-            self.finish_sums();
             (0..layout.num_gradient_buckets()).for_each(|index| self.divide(index));
             self.finish_dividing(0);
         }
@@ -175,9 +177,20 @@ impl PlannedRank<'_> {
         }
         self.finish_sums();
         if let Some(PlannedSums { store: sums, .. }) = &self.sums {
-            // Copies are compared together.
+            // What tensor-parallel ranks have whole gradients of is compared together.
+            let is_copy = |bucket: &Bucket, slot: &Slot| {
+                let param = &self.spec.params[slot.param];
+                let mut shared = param.shared.iter();
+                let own = self.groups.own_range(bucket.len);
+                param.is_replicated
+                    && shared.any(|shared| shared.gradient == Gradient::Complete)
+                    && !intersect(&slot.range, &own).is_empty()
+            };
             let buckets = layout.buckets.iter().enumerate();
-            let copies = buckets.filter(|(_, bucket)| bucket.sharing == Sharing::Copies);
+            let copies = buckets.filter(|(_, bucket)| {
+                let mut slots = bucket.slots.iter();
+                slots.any(|slot| is_copy(bucket, slot))
+            });
             let copies: Vec<usize> = copies.map(|(index, _)| index).collect();
             for &index in &copies {
                 sums.take(index, &mut self.held);
