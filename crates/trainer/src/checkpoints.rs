@@ -11,7 +11,8 @@ use crate::training_record::{DataPosition, TrainingRecord};
 
 /// A trainer's checkpoints: see [`Trainer::with_checkpoints`](crate::Trainer::with_checkpoints).
 ///
-/// The step after which a checkpoint is due waits for a copy of the values only; later steps look whether it is written. A save that
+/// The step after which a checkpoint is due waits for a copy of the values only, or where these are offloaded until they are written; later steps
+/// look whether all is. A save that
 /// fails is a warning on rank 0, and training goes on. Older checkpoints are removed when the next step's loss has shown that the weights of
 /// a new one are of use.
 pub struct Checkpoints {

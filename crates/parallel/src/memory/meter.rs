@@ -44,7 +44,7 @@ impl MemoryMeter {
     pub fn hold(&self, category: MemoryCategory, bytes: usize) -> MemoryGuard {
         let (counter, bytes) = (self.counter(category), bytes as u64);
         let now = counter.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        // Nothing is no peak of activations, which is known when their passes have ended.
+        // What counts nothing leaves the peak alone: that of activations is known only when their passes have ended.
         if bytes > 0 {
             counter.peak.fetch_max(now, Ordering::Relaxed);
         }

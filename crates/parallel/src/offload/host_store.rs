@@ -86,6 +86,18 @@ impl HostStore {
         Ok(items.buffers.len() - 1)
     }
 
+    pub fn refit(&self, index: usize, item: &[(usize, DType)]) -> Result<()> {
+        let mut items = self.items();
+        if items.kept.items[index] != item {
+            let buffers = item
+                .iter()
+                .map(|&(len, dtype)| self.copies.buffer(len, dtype));
+            items.buffers[index] = buffers.collect::<Result<_>>()?;
+            items.kept.items[index] = item.to_vec();
+        }
+        Ok(())
+    }
+
     fn start(&self, items: &mut Items, index: usize) -> Result<Moving> {
         let held = items.kept.hold(index, &self.meter);
         let buffers = items.buffers[index].iter_mut();

@@ -27,7 +27,7 @@ impl Kept {
             .sum()
     }
 
-    /// Counts the bytes of an item; of activations, which are what is there and counts as nothing else, none.
+    /// Counts the bytes of an item; of activations none, as [`MemoryMeter::count_activations`] counts those.
     pub fn hold(&self, index: usize, meter: &MemoryMeter) -> MemoryGuard {
         let bytes = match self.category {
             MemoryCategory::Activations => 0,
@@ -100,6 +100,21 @@ impl OffloadStore {
         let mut all = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         all.push(held);
         Ok(index)
+    }
+
+    /// Has an item be of tensors of these lengths and types from now on, which take no more than those it was added for; it is to be stored before
+    /// it is fetched.
+    ///
+    /// # Errors
+    /// Memory that is missing.
+    pub fn refit(&self, index: usize, item: &[(usize, DType)]) -> Result<()> {
+        match &self.place {
+            Place::Host(host) => host.refit(index, item),
+            Place::File(file) => {
+                file.refit(index, item);
+                Ok(())
+            }
+        }
     }
 
     /// Starts to fetch an item, so that [`Self::fetch`] has it sooner.

@@ -56,8 +56,10 @@ pub(crate) struct WaitingStore {
 
 #[derive(Default)]
 struct State {
-    /// Items that nothing is in, by the length and the type of what fits.
-    free: HashMap<(usize, DType), Vec<usize>>,
+    /// Of each type the items that nothing is in, and how many values fit into each.
+    free: HashMap<DType, Vec<(usize, usize)>>,
+    /// Of each type how many values fit into the largest item.
+    largest: HashMap<DType, usize>,
     lanes: [InLane; 2],
     /// Number of the next one.
     next: u64,
@@ -79,6 +81,8 @@ pub(crate) struct Waiting {
     lane: Lane,
     number: u64,
     item: usize,
+    /// How many values fit into the item.
+    capacity: usize,
     shape: Shape,
     dtype: DType,
 }
@@ -121,11 +125,7 @@ impl WaitingStore {
             return Ok(Stored::Here(xs));
         }
         let mut state = self.state();
-        let free = state.free.get_mut(&(len, dtype)).and_then(Vec::pop);
-        let item = match free {
-            Some(item) => item,
-            None => self.store.add(vec![(len, dtype)])?,
-        };
+        let (item, capacity) = self.room(&mut state, len, dtype)?;
         let number = state.next;
         state.next += 1;
         let in_lane = &mut state.lanes[lane as usize];
@@ -145,9 +145,29 @@ impl WaitingStore {
             lane,
             number,
             item,
+            capacity,
             shape: xs.shape().clone(),
             dtype,
         }))
+    }
+
+    /// An item for so many values, and how many fit into it. Micro-batches may be of any lengths: one that outgrows all items gets one of twice
+    /// the largest at least, so that those which are too small never add up to more than the others.
+    fn room(&self, state: &mut State, len: usize, dtype: DType) -> Result<(usize, usize)> {
+        let free = state.free.entry(dtype).or_default();
+        let fits = (0..free.len()).filter(|&place| free[place].1 >= len);
+        let (item, capacity) = match fits.min_by_key(|&place| free[place].1) {
+            Some(place) => free.swap_remove(place),
+            None => {
+                let largest = state.largest.entry(dtype).or_default();
+                if *largest < len {
+                    *largest = len.max(2 * *largest);
+                }
+                (self.store.add(vec![(*largest, dtype)])?, *largest)
+            }
+        };
+        self.store.refit(item, &[(len, dtype)])?;
+        Ok((item, capacity))
     }
 
     /// Waits until what was put is written.
@@ -198,7 +218,39 @@ impl Drop for Waiting {
         in_lane.newest.take_if(|(newest, _)| *newest == self.number);
         // A file that cannot be read says so to whoever asks it next.
         let _ = self.of.store.forget(self.item);
-        let of_kind = (self.shape.elem_count(), self.dtype);
-        state.free.entry(of_kind).or_default().push(self.item);
+        let free = state.free.entry(self.dtype).or_default();
+        free.push((self.item, self.capacity));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_of_any_lengths_come_back_from_room_that_does_not_grow_for_ever() -> Result<()> {
+        let (dir, meter) = (tempfile::tempdir()?, MemoryMeter::default());
+        let place = OffloadPlace::File(dir.path());
+        let store = WaitingStore::new(place, &Device::Cpu, &meter)?.expect("a store");
+        let lens = [7, 1, 300, 299, 5, 512];
+        for len in lens.into_iter().chain(1..200) {
+            let put = |start: usize| {
+                let values = (start..start + len).map(|value| value as f32).collect();
+                let xs = Tensor::from_vec(values, (1, len), &Device::Cpu)?;
+                store.put(Lane::Activations, xs)
+            };
+            let waiting: Vec<Stored> = (0..4).map(put).collect::<Result<_>>()?;
+            for (start, stored) in waiting.iter().enumerate().rev() {
+                assert!(matches!(stored, Stored::Away(_)));
+                let got = stored.get()?.to_vec2::<f32>()?;
+                let want: Vec<f32> = (start..start + len).map(|value| value as f32).collect();
+                assert_eq!(got, [want]);
+            }
+        }
+        store.finish()?;
+        // Four of the largest, and of each smaller size that was outgrown no more than half of that.
+        let room = meter.report().of(MemoryCategory::Disk).now;
+        assert!(room <= 2 * 4 * 600 * 4, "{room}");
+        Ok(())
     }
 }

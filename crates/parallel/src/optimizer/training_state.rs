@@ -82,10 +82,11 @@ impl DistributedOptimizer {
         mut look: impl FnMut(&Range<usize>, &KindsOf<'_>) -> Result<()>,
     ) -> Result<()> {
         let own = 0..self.own_range(index).len();
-        self.read(index, &own, |part, state| {
+        let seen = self.read(index, &own, |part, state| {
             look(part, &|param| self.kinds(index, param, part, state))
-        })?;
-        self.store.forget(index)
+        });
+        self.store.forget(index)?;
+        seen
     }
 
     /// Lets `change` write to them.

@@ -35,10 +35,10 @@ pub enum ReduceType {
     /// slices only, f32.
     Bf16,
     /// About a quarter: each rank's summands are rounded to 8 bits, 256 values with one scale (arXiv:2306.10209). With
-    /// [`DataParallel::zero_secondary`] first over the ranks of a group, of whose sums, rounded again, each rank sends its share to the other
-    /// groups: so between groups moves as much as one rank has. Between groups of replicas that hold the same, which move slices only, f32.
+    /// [`DataParallel::zero_secondary`] and more than one such group in two hops: over the ranks of a group first, whose sums are rounded again
+    /// before they are added to those of the other groups. Between groups of replicas that hold the same, which move slices only, f32.
     Int8,
-    /// About an eighth: the same in 4 bits, for groups only.
+    /// About an eighth: the same in 4 bits. Needs [`DataParallel::zero_secondary`].
     Int4,
 }
 
@@ -231,8 +231,8 @@ pub(crate) struct ReplicaGroups {
     pub tiles: ProcessGroup,
     /// Of the ranks of `shard` those that divide a second copy of the weights, if there is one.
     pub secondary: Option<ProcessGroup>,
-    /// Where quantized gradients are summed in two hops: over the ranks of `secondary`, then over those with the same place in the other such
-    /// groups.
+    /// Where quantized gradients are summed in two hops: a second communicator over the ranks of `secondary`, as on that one gathers of weights
+    /// would queue behind them, and those with the same place in the other such groups.
     pub hops: Option<[ProcessGroup; 2]>,
     /// Whether a rank keeps its weights away from its device.
     pub offloads_weights: bool,
@@ -289,9 +289,10 @@ impl ReplicaGroups {
         let secondary = secondary.map(|len| shard.split(shard.rank() / len, shard.rank()));
         let secondary = secondary.transpose()?;
         let hops = config.num_hop_groups(len).and(secondary.as_ref());
-        let hops = hops.map(|within| {
+        let hops = hops.map(|secondary| {
+            let within = secondary.split(0, secondary.rank())?;
             let across = shard.split(shard.rank() % within.world_size(), shard.rank())?;
-            Ok::<_, Error>([within.clone(), across])
+            Ok::<_, Error>([within, across])
         });
         Ok(Self {
             hops: hops.transpose()?,

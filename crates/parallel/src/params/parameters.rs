@@ -283,11 +283,10 @@ impl Parameters {
         self.inner.groups.secondary.as_ref()
     }
 
-    /// Of the ranks of [`Self::shard_group`] one of each [`Self::secondary_group`], between which quantized gradients make their second hop, if they
-    /// do.
-    pub fn across_group(&self) -> Option<&ProcessGroup> {
-        let [_, across] = self.inner.groups.hops.as_ref()?;
-        Some(across)
+    /// Between which ranks quantized gradients make their first and their second hop, if they make [two](crate::ReduceType::Int8): those of
+    /// [`Self::secondary_group`], and one of each such group.
+    pub fn hop_groups(&self) -> Option<&[ProcessGroup; 2]> {
+        self.inner.groups.hops.as_ref()
     }
 
     /// The data-parallel ranks that hold the same slices as this one.

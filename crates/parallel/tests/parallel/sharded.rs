@@ -396,10 +396,10 @@ fn gradients_of(
         let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
         pipeline.forward_backward(&part, &batches, &mut gradients)?;
         let reduced = gradients.reduce()?;
-        let sent = |group: Option<&ProcessGroup>| {
-            group.map_or(0, |group| group.counters().bytes("all_to_all"))
-        };
-        let sent = [sent(params.secondary_group()), sent(params.across_group())];
+        let sent = |group: &ProcessGroup| group.counters().bytes("all_to_all");
+        let sent = params
+            .hop_groups()
+            .map_or([0; 2], |groups| groups.each_ref().map(sent));
         let values = reduced.local_gradients()?.into_values();
         let values = values.map(|grad| grad.flatten_all()?.to_vec1::<f32>());
         let num_targets = reduced.loss().num_targets;

@@ -41,7 +41,7 @@ fn refuse_set_aside(dir: &Path, is_first: bool) -> Result<()> {
 pub struct CheckpointArgs {
     /// Save a checkpoint to resume from after every so many steps, in --save-dir [default: where the run is stopped only]
     ///
-    /// Training goes on meanwhile, but with --offload. With --save-dir a checkpoint is also saved where the run is stopped, and after an evaluation with the least
+    /// Training goes on meanwhile; with --offload optimizer or params it waits until the files are written, for as long as --deadline at most. With --save-dir a checkpoint is also saved where the run is stopped, and after an evaluation with the least
     /// loss so far. The exit code is 88 if not one can be saved, or not the last of a run that is stopped.
     #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(1..))]
     pub save_every: Option<usize>,

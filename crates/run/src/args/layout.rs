@@ -51,7 +51,7 @@ pub struct LayoutArgs {
     pub grad_reduce_dtype: ReduceType,
     /// Move gradients between replicas in 8 or 4 bits, blocks of 256 values with a scale each; needs --zero 1, 2 or 3 [default: no]
     ///
-    /// With --zero-secondary in two hops (qgZ): sums within a group, rounded again, move to the other groups, so that of each value one sum crosses.
+    /// If --zero-secondary makes several groups they move in two hops (qgZ): sums within a group, rounded again, are added to those of the others.
     #[arg(long, value_name = "TYPE", conflicts_with = "grad_reduce_dtype")]
     pub quantize_gradients: Option<GradientQuantization>,
     /// Gather weights in 8 bits, blocks of 256 values with a scale each; needs --zero 3 [default: no]

@@ -22,7 +22,8 @@
 //!
 //! **When it exists.** Files are written into a hidden folder beside the final one, synced, and the folder is renamed once the
 //! manifest is in it. A folder without a valid manifest is not a checkpoint. A save waits for a copy of the values in the host's
-//! memory only; a thread of each rank writes, and the ranks agree on the end of it between later steps.
+//! memory only; a thread of each rank writes, and the ranks agree on the end of it between later steps. Of state and weights that are away
+//! no copy is made: the save waits until they are written.
 
 mod checkpoint;
 mod export;

@@ -1,4 +1,4 @@
-//! The safetensors file of one rank: written in one go with its checksum, read piece by piece from a map.
+//! The safetensors file of one rank: written tensor by tensor with its checksum, read piece by piece from a map.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -16,6 +16,9 @@ use super::piece::Piece;
 use super::rank_tensors::RankTensors;
 use crate::checkpoint::tensor_file::{TensorFile, header};
 use crate::files::map;
+
+/// What readers of safetensors accept before the tensors.
+const MAX_HEADER_BYTES: usize = 100_000_000;
 
 /// Which save a file belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,6 +64,13 @@ impl RankFileWriter {
             (tensor.name.clone(), tensor.dtype.into(), shape)
         });
         let header = header(tensors, metadata.into())?;
+        if header.len() > MAX_HEADER_BYTES {
+            bail!(
+                "the list of what this rank saves has {} bytes, and a safetensors file at most {MAX_HEADER_BYTES}\nhint: a larger \
+                 Offload::update_values, which divides the optimizer's state into fewer parts",
+                header.len()
+            );
+        }
         let (path, num_bytes) = (dir.join(file_name(rank)), Arc::default());
         let out = TensorFile::create(&path, &header, Arc::clone(&num_bytes));
         Ok(Self {

@@ -124,27 +124,39 @@ impl RankTensors {
             let Some(bucket) = of_bucket.first().map(|tensor| tensor.own.bucket) else {
                 continue;
             };
-            if bucket < params.layout().buckets.len() {
-                optimizer.read_bucket(bucket, |part, kinds| {
-                    for tensor in of_bucket.iter().filter(|tensor| tensor.own.is_in(part)) {
+            let mut left = of_bucket;
+            let is_trained = bucket < params.layout().buckets.len();
+            let read = match is_trained {
+                true => optimizer.read_bucket(bucket, |part, kinds| {
+                    // They are in the order of the parts.
+                    let num_here = left.iter().take_while(|tensor| tensor.own.is_in(part));
+                    let (here, later) = left.split_at(num_here.count());
+                    left = later;
+                    here.iter().try_for_each(|tensor| {
                         let RankTensor { own, state, .. } = tensor;
-                        let kinds = kinds(own.param)?;
-                        let kind = kinds.iter().find(|kind| Some(kind.name) == *state);
-                        let values = match kind {
-                            Some(kind) => kind.part(own.start, own.len())?,
+                        let values = match state {
                             None => own.weights(params)?,
+                            Some(name) => {
+                                let kinds = kinds(own.param)?;
+                                match kinds.iter().find(|kind| kind.name == *name) {
+                                    Some(kind) => kind.part(own.start, own.len())?,
+                                    None => bail!("the optimizer has no {}", tensor.name),
+                                }
+                            }
                         };
-                        see(tensor, values)?;
-                    }
-                    Ok(())
-                })?;
-            } else {
-                for tensor in of_bucket {
-                    see(tensor, tensor.own.weights(params)?)?;
-                }
-            }
+                        see(tensor, values)
+                    })
+                }),
+                false => of_bucket
+                    .iter()
+                    .try_for_each(|tensor| see(tensor, tensor.own.weights(params)?)),
+            };
             if let Some(sharded) = params.sharded() {
                 sharded.forget(bucket)?;
+            }
+            read?;
+            if let Some(tensor) = left.first().filter(|_| is_trained) {
+                bail!("{} is in no part of its bucket", tensor.name);
             }
         }
         Ok(())
