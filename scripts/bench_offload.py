@@ -4,7 +4,7 @@
     cargo build --release --example bench_train
     scripts/bench_offload.py DIR [--steps N] [--cases NAME ..]
 
-DIR is a folder on the disk to be measured, with room for 16 bytes for each parameter. A case runs with everything in files of DIR, and but
+DIR is a folder on the disk to be measured, with room for 16 bytes for each parameter. A case runs with weights, gradients and state in files of DIR, and but
 for the largest one also without. Bytes are those that the process reads and writes in a step, as Linux counts them, beside those that
 follow from the model; the bound of a step is the larger one of the step without offload and of a plain copy of these bytes by the same calls.
 Memory is the most anonymous memory of the process (RssAnon, looked at a hundred times a second) beside what its allocator counted.
@@ -88,7 +88,7 @@ def main():
         flags = [*model.flags(), "--batch-size", batch, "--micro-batch-size", micro_batch, "--seq-len", seq_len, "--dtype", "bf16",
                  "--recompute", "full", "--schedule", "gpipe", "--virtual-stages", model.layers + 2, "--pipeline-layout", ",".join(["0", *["1"] * model.layers, "0"]), "--steps", args.steps]
         with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-            away, anonymous = run([*flags, "--offload", "all", "--offload-dir", folder])
+            away, anonymous = run([*flags, "--offload", "optimizer,gradients,params", "--offload-dir", folder])
         here = run(flags)[0] if runs_without else None
         if here is not None and here["losses"] != away["losses"]:
             raise SystemExit(f"the losses of {name} are {away['losses']} with offload, {here['losses']} without")
