@@ -140,7 +140,7 @@ struct Measured {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let schedule = args.order.schedule;
+    let schedule = args.order.schedule();
     let ranks = args.order.placement(args.pp)?;
     let layout = PipelineLayout::of_layers(&vec![1; ranks.len()], &ranks)?;
     let given = args.stage_secs.iter().map(|secs| secs.0);

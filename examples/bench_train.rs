@@ -198,11 +198,11 @@ fn main() -> ExitCode {
     if let Ok(true) = args.ranks.needs_mpi() {
         return ExitCode::from(candle_launch::NEEDS_MPI_EXIT_CODE);
     }
-    let ended = run(&args).map(|()| ExitCode::SUCCESS);
+    let ended = run(&mut args).map(|()| ExitCode::SUCCESS);
     exit_as_rank(ended, HAS_BEGUN.load(Ordering::Acquire))
 }
 
-fn run(args: &Args) -> Result<()> {
+fn run(args: &mut Args) -> Result<()> {
     let config = match &args.model {
         Some(dir) => ModelConfig::from_file(dir.join("config.json"))?,
         None => model_config(args)?,
@@ -213,6 +213,13 @@ fn run(args: &Args) -> Result<()> {
     let mut ranks = args.ranks.config(degrees)?;
     let batch_config = batch_config(args)?;
     batch_config.validate(args.seq_len, degrees.dp)?;
+    let micro_batches = batch_config.micro_batch_size * degrees.dp;
+    let num_micro_batches = batch_config
+        .global_batch_size
+        .div_ceil(micro_batches.max(1));
+    let on_gpus = ranks.devices.iter().any(|device| !device.is_cpu());
+    args.layout
+        .fill_schedule(&config, num_micro_batches, on_gpus);
     args.layout
         .check_model(&config, &batch_config, args.seq_len)?;
     if args.threads > MAX_THREADS {
@@ -234,6 +241,7 @@ fn run(args: &Args) -> Result<()> {
         let flags = [("the command line".to_string(), words.join(" "))];
         ranks.fingerprint = fingerprint_of_program(&ranks, &flags)?;
     }
+    let args = &*args;
     let measured = launch::run(&ranks, |world| {
         args.ranks.settle();
         bench(args, &config, &batch_config, degrees, world)
@@ -491,7 +499,7 @@ fn median(secs: &mut [f64]) -> Option<f64> {
 fn train_config(num_steps: usize, layout: &LayoutArgs, loss_scaling: LossScaling) -> TrainConfig {
     TrainConfig {
         loss_scaling,
-        schedule: layout.pipeline.order.schedule,
+        schedule: layout.pipeline.order.schedule(),
         pipeline_prefetch: layout.pipeline.pipeline_prefetch,
         ..TrainConfig::new(LrSchedule::constant(1e-4, num_steps))
     }

@@ -124,6 +124,21 @@ impl TrainingArgs {
             batches.global_batch_size = Some(size);
             taken.push(Taken::new(GLOBAL_BATCH_SIZE, size, reason));
         }
+        let num_micro_batches = self
+            .batches
+            .global_batch_size()
+            .div_ceil((self.batches.micro_batch_size).saturating_mul(self.layout.degrees().dp));
+        if (self.layout).fill_schedule(config, num_micro_batches, on_gpus) {
+            let pipeline = &self.layout.pipeline;
+            let (schedule, stages) = (pipeline.order.schedule(), pipeline.order.virtual_stages);
+            let reason = "a step reads offloaded weights twice, however many micro-batches it has";
+            taken.push(Taken::new("--schedule", schedule.name(), reason));
+            let of_each = "a block to a stage";
+            let stages = stages.unwrap_or_default();
+            taken.push(Taken::new("--virtual-stages", stages, of_each));
+            let layers = &pipeline.pipeline_layout;
+            taken.push(Taken::new("--pipeline-layout", layers, of_each));
+        }
         if self.optimizer.lr.is_none() {
             let (lr, reason) = match has_adapters {
                 true => (LORA_LR, "of adapters"),

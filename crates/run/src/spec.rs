@@ -194,7 +194,7 @@ impl RunSpec {
         let of_replica = of_step.div_ceil(degrees.dp);
         let micro_batch_size = batches.micro_batch_size.min(of_replica);
         let num_micro_batches = of_replica.div_ceil(micro_batch_size.max(1));
-        let schedule = parts.pipeline.order.schedule;
+        let schedule = parts.pipeline.order.schedule();
         // Of a micro-batch that context-parallel ranks divide.
         let seq_len = batches.sequences.seq_len();
         let longest = self.samples.map_or(seq_len, |(_, longest)| longest);

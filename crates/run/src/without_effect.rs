@@ -49,8 +49,8 @@ impl TrainingArgs {
             (
                 num_stages == 1,
                 with(
-                    pipeline.order.schedule != no_pipeline.order.schedule,
-                    format!("--schedule {}", pipeline.order.schedule.name_of()),
+                    pipeline.order.schedule() != no_pipeline.order.schedule(),
+                    format!("--schedule {}", pipeline.order.schedule().name_of()),
                 ),
                 "one stage",
             ),

@@ -102,7 +102,7 @@ impl ScheduleCommand {
             let plan = Plan::from_csv(&text).map_err(|err| err.context(name.clone()))?;
             return Ok((plan, name));
         }
-        let schedule = self.order.schedule;
+        let schedule = self.order.schedule();
         let ranks = self.order.placement(self.pp)?;
         let layout = PipelineLayout::new(&vec![1; ranks.len()], &ranks)?;
         let plan = Plan::new(&schedule, &layout, self.micro_batches)?;

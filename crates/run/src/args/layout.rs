@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use candle_comm::{Degrees, Mesh, RankEnv};
 use candle_core::{DType, Error, Result, bail};
-use candle_parallel::{DataParallel, ModelPart, Offload, ParamBuilder, ReduceType, ZeroStage};
+use candle_parallel::{
+    DataParallel, ModelPart, Offload, ParamBuilder, ReduceType, Schedule, ZeroStage,
+};
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::{BatchConfig, explain_out_of_memory};
 use clap::Args;
@@ -16,7 +18,7 @@ use crate::args::choices::{
 };
 use crate::args::context::ContextArgs;
 use crate::args::number::whole;
-use crate::args::pipeline::PipelineArgs;
+use crate::args::pipeline::{PipelineArgs, StageLayers};
 use crate::args::text::some_text;
 use crate::flags::default_of;
 
@@ -142,6 +144,39 @@ impl LayoutArgs {
         let mut offload = self.offload.clone().unwrap_or_default();
         offload.dirs.extend(self.offload_dir.iter().cloned());
         offload
+    }
+
+    /// Takes the order that reads offloaded weights once a pass for all micro-batches, where flags leave it open and it holds no more for more
+    /// micro-batches: whether it did.
+    pub fn fill_schedule(
+        &mut self,
+        config: &ModelConfig,
+        num_micro_batches: usize,
+        on_gpus: bool,
+    ) -> bool {
+        let offload = self.offload();
+        let leave = on_gpus || !offload.dirs.is_empty();
+        let leave = leave && offload.params && offload.activations;
+        let is_full = matches!(self.recompute, RecomputeChoice::Full);
+        // A block to a stage, the embedding and the head too, which stages of two would read anew for each micro-batch.
+        let num_layers = config.num_hidden_layers;
+        let num_stages = (num_layers + 2) / self.pp * self.pp;
+        let inner = num_stages.saturating_sub(2);
+        let pipeline = &mut self.pipeline;
+        let is_open = pipeline.order.schedule.is_none()
+            && pipeline.order.virtual_stages.is_none()
+            && pipeline.pipeline_layout == StageLayers::Auto;
+        let takes_it = leave && is_full && is_open && num_micro_batches > 1 && inner > 0;
+        if takes_it {
+            pipeline.order.schedule = Some(Schedule::GPipe);
+            pipeline.order.virtual_stages = Some(num_stages / self.pp);
+            let of_stage =
+                |stage: usize| num_layers / inner + usize::from(stage < num_layers % inner);
+            let layers = (0..inner).map(of_stage);
+            let layers = [0].into_iter().chain(layers).chain([0]);
+            pipeline.pipeline_layout = StageLayers::Given(layers.collect());
+        }
+        takes_it
     }
 
     /// An error if the flags about what is offloaded contradict each other.

@@ -10,7 +10,7 @@ use candle_trainer::counted;
 use clap::Args;
 use serde::Serialize;
 
-use crate::args::choices::{by_name, choice};
+use crate::args::choices::{choice, some_by_name};
 use crate::args::number::whole;
 use crate::args::text::text;
 use crate::flags::default_of;
@@ -19,12 +19,14 @@ use crate::flags::default_of;
 #[derive(Args, Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ScheduleArgs {
-    /// Order of the micro-batches in the pipeline
-    #[arg(long, default_value = "1f1b", value_parser = choice::<Schedule>())]
-    #[serde(serialize_with = "by_name")]
-    pub schedule: Schedule,
-    /// Stages on each pipeline rank; with more than 1, 1f1b, zb-h1 and gpipe are interleaved, gpipe so that all micro-batches go through a
-    /// stage before the next one, which reads offloaded weights only twice a step [default: 1, of zbv and dualpipev 2]
+    /// Order of the micro-batches in the pipeline [default: 1f1b, or what offloaded weights ask for]
+    ///
+    /// The default is gpipe with a stage for each block where --offload has params and activations, with --recompute full: each stage takes all
+    /// micro-batches before the next one, so a step reads the weights twice, however many micro-batches it has.
+    #[arg(long, value_parser = choice::<Schedule>())]
+    #[serde(serialize_with = "some_by_name")]
+    pub schedule: Option<Schedule>,
+    /// Stages on each pipeline rank; with more than 1, 1f1b, zb-h1 and gpipe are interleaved [default: 1, of zbv and dualpipev 2]
     #[arg(long, value_name = "STAGES", value_parser = whole::<usize>(1..))]
     pub virtual_stages: Option<usize>,
 }
@@ -97,12 +99,17 @@ impl fmt::Display for StageLayers {
 }
 
 impl ScheduleArgs {
+    /// The order; where nothing was chosen yet 1F1B.
+    pub fn schedule(&self) -> Schedule {
+        self.schedule.unwrap_or(Schedule::OneForwardOneBackward)
+    }
+
     /// Of each stage the pipeline rank that has it.
     ///
     /// # Errors
     /// As [`Schedule::placement`].
     pub fn placement(&self, pp: usize) -> Result<Vec<usize>> {
-        let schedule = self.schedule;
+        let schedule = self.schedule();
         let virtual_stages = self.virtual_stages.unwrap_or(schedule.virtual_stages());
         schedule.placement(pp, virtual_stages)
     }
@@ -168,7 +175,7 @@ impl PipelineArgs {
         num_micro_batches: usize,
     ) -> Result<Plan> {
         let layout = self.layout(pp, config, seq_len)?;
-        Plan::new(&self.order.schedule, &layout, num_micro_batches)
+        Plan::new(&self.order.schedule(), &layout, num_micro_batches)
     }
 }
 

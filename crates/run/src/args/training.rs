@@ -288,7 +288,7 @@ impl TrainingArgs {
             },
             max_grad_norm: Some(args.max_grad_norm).filter(|norm| *norm > 0.0),
             loss_scaling: args.loss_scale.config(layout.dtype())?,
-            schedule: layout.pipeline.order.schedule,
+            schedule: layout.pipeline.order.schedule(),
             pipeline_prefetch: layout.pipeline.pipeline_prefetch,
         };
         config.validate()?;

@@ -245,3 +245,37 @@ fn a_value_of_the_library_that_no_flag_takes_is_named() {
     assert!(refused.contains("I64 is no value of the flag"), "{refused}");
     assert!(refused.contains("f32, bf16, f16"), "{refused}");
 }
+
+/// Of these flags on two ranks the order of micro-batches and the layers of stages.
+fn order_of(flags: &str) -> String {
+    let spec = run(flags).unwrap().spec(&config(), 2).unwrap();
+    spec.check().unwrap();
+    let pipeline = &spec.training().layout.pipeline;
+    let stages = &pipeline.order.virtual_stages;
+    let layers = &pipeline.pipeline_layout;
+    format!("{} {stages:?} {layers}", pipeline.order.schedule().name())
+}
+
+#[test]
+fn offloaded_weights_are_read_once_a_pass_where_flags_leave_the_order_open() {
+    let dir = tempdir().unwrap();
+    let files = format!("offload-dir = [{:?}]\nglobal-batch-size = 8", dir.path());
+    let all = format!("offload = 'all'\nrecompute = 'full'\n{files}");
+    assert_eq!(order_of(&all), "gpipe Some(6) 0,1,1,1,1,0");
+    assert_eq!(
+        order_of(&format!("pp = 2\n{all}")),
+        "gpipe Some(3) 0,1,1,1,1,0"
+    );
+    for open in [
+        format!("schedule = '1f1b'\n{all}"),
+        format!("micro-batch-size = 4\n{all}"),
+        format!("offload = 'all'\n{files}"),
+        format!("offload = 'params,gradients'\nrecompute = 'full'\n{files}"),
+        // In the host's memory, which is the device's.
+        "offload = 'all'\nrecompute = 'full'\nglobal-batch-size = 8".to_string(),
+    ] {
+        assert_eq!(order_of(&open), "1f1b None auto", "{open}");
+    }
+    let given = format!("virtual-stages = 2\nschedule = 'gpipe'\n{all}");
+    assert_eq!(order_of(&given), "gpipe Some(2) auto");
+}
