@@ -1,5 +1,7 @@
 //! Values of a device that are kept on the host, and copies that run beside what the device computes.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Copies between a device and the host's memory. On the CPU nothing is copied.
@@ -99,12 +101,31 @@ impl HostCopies {
     /// # Errors
     /// A buffer that nothing was stored in, and a GPU that has no memory left or has failed.
     pub fn start_fetch(&self, buffer: &mut HostBuffer) -> Result<HostCopy> {
+        let all = 0..buffer.len;
+        self.start_fetch_part(buffer, all)
+    }
+
+    /// [`Self::start_fetch`] of the values at `part`.
+    ///
+    /// # Errors
+    /// As there, and a part that the buffer has not.
+    pub fn start_fetch_part(
+        &self,
+        buffer: &mut HostBuffer,
+        part: Range<usize>,
+    ) -> Result<HostCopy> {
+        if part.start > part.end || part.end > buffer.len {
+            let len = buffer.len;
+            bail!("a buffer of {len} values has none at {part:?}");
+        }
         Ok(HostCopy(match (&self.0, &mut buffer.kept) {
             (_, Kept::Here(None)) => bail!("nothing was stored in the buffer"),
-            (Streams::None, Kept::Here(Some(kept))) => Copying::Done(kept.clone()),
+            (Streams::None, Kept::Here(Some(kept))) => {
+                Copying::Done(kept.narrow(0, part.start, part.len())?)
+            }
             #[cfg(feature = "cuda")]
             (Streams::Gpu(streams), Kept::Pinned(pinned)) => {
-                Copying::Gpu(streams.start_fetch(pinned)?)
+                Copying::Gpu(streams.start_fetch(pinned, part)?)
             }
             #[cfg(feature = "cuda")]
             _ => bail!("the buffer belongs to another device"),

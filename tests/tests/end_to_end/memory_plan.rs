@@ -59,8 +59,9 @@ const TRAINED: [Trained; 8] = [
 type Settings = fn(&mut DataParallel);
 
 /// Settings of replicas, for how many of them there are at least.
-const REPLICAS: [(usize, ZeroStage, Settings); 14] = [
+const REPLICAS: [(usize, ZeroStage, Settings); 15] = [
     (1, ZeroStage::Zero, |_| {}),
+    (1, ZeroStage::One, |replicas| replicas.tile_linears = 3),
     (1, ZeroStage::One, |_| {}),
     (2, ZeroStage::Two, |_| {}),
     (2, ZeroStage::Three, |_| {}),
@@ -169,10 +170,11 @@ impl Case {
         };
         let has_pipeline = pp > 1 || schedule == Schedule::OneForwardOneBackward;
         let ranks = case.degrees.world_size()?;
+        let comes = replicas.zero == ZeroStage::Three || offload == 4;
         let exists = has_pipeline
+            && (replicas.tile_linears == 1 || comes)
             && dp >= least_dp
-            && (dp == 1 || replicas.zero > ZeroStage::Zero || least_dp > 1)
-            && (offload < 4 || replicas.tile_linears == 1);
+            && (dp == 1 || replicas.zero > ZeroStage::Zero || least_dp > 1);
         (exists && ranks <= 8 && (pp > 1 || virtual_stages == 1)).then_some(case)
     }
 

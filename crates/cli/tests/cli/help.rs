@@ -61,7 +61,7 @@ const TRAINING: &[(&str, &[&str])] = &[
     (
         "--schedule",
         &[
-            "[default: 1f1b]",
+            "[default: 1f1b, or what offloaded weights ask for]",
             "1f1b",
             "gpipe",
             "zb-h1",

@@ -145,11 +145,8 @@ fn what_is_offloaded_must_be_said_and_fit() {
         &[("--offload", "nvme:a"), ("--offload-dir", &dir)],
         &["two folders", "nvme:a", "hint:"],
     );
-    let tiles = [
-        ("--offload", "params"),
-        ("--offload-dir", &dir),
-        ("--zero", "3"),
-    ];
+    // Weights stay.
+    let tiles = [("--offload", "optimizer"), ("--offload-dir", &dir)];
     let tiles = [&tiles[..], &[("--tile-linears", "2")]].concat();
     refuses(&tiles, &["tile-linears(2)", "offloaded", "hint:"]);
 }

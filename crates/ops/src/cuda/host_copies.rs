@@ -121,12 +121,18 @@ impl CopyStreams {
         self.copy(values, &self.down, buffer)
     }
 
-    pub(crate) fn start_fetch(&self, buffer: &mut PinnedBuffer) -> Result<StreamCopy> {
+    /// `part` is one of the buffer's.
+    pub(crate) fn start_fetch(
+        &self,
+        buffer: &mut PinnedBuffer,
+        part: Range<usize>,
+    ) -> Result<StreamCopy> {
         if buffer.last.is_none() {
             bail!("nothing was stored in the buffer");
         }
-        let storage = by_type!(&buffer.values, host => self.fetch(host, buffer)?);
-        let values = OpOutput::on_cuda(storage, Shape::from(buffer.len)).into_tensor();
+        let len = part.len();
+        let storage = by_type!(&buffer.values, host => self.fetch(host, part, buffer)?);
+        let values = OpOutput::on_cuda(storage, Shape::from(len)).into_tensor();
         self.copy(values, &self.up, buffer)
     }
 
@@ -141,13 +147,14 @@ impl CopyStreams {
         self.down.memcpy_dtoh(&values, host).w()
     }
 
-    /// Starts to copy the values of `buffer`, which are those of `host`, to new memory of the GPU.
+    /// Starts to copy a part of the values of `buffer`, which are those of `host`, to new memory of the GPU.
     fn fetch<T: CudaDType + DeviceRepr>(
         &self,
         host: &PinnedHostSlice<T>,
+        part: Range<usize>,
         buffer: &PinnedBuffer,
     ) -> Result<CudaStorage> {
-        let len = buffer.len;
+        let len = part.len();
         // SAFETY: all values that the tensor has are copied there before anything reads them.
         let slice = unsafe { self.device.alloc::<T>(len.max(1)) };
         let mut slice = slice.map_err(|err| {
@@ -155,8 +162,13 @@ impl CopyStreams {
             err.context(format!("asking for {bytes} bytes of the GPU's memory"))
         })?;
         self.let_wait(&self.up, buffer)?;
-        if len > 0 {
+        if len == buffer.len && len > 0 {
             self.up.memcpy_htod(host, &mut slice).w()?;
+        } else if len > 0 {
+            // The host waits for the last store, which is long over: a part is fetched of what is used, and not of what is updated.
+            self.up
+                .memcpy_htod(&host.as_slice().w()?[part], &mut slice)
+                .w()?;
         }
         Ok(CudaStorage::wrap_cuda_slice(slice, self.device.clone()))
     }

@@ -69,6 +69,10 @@ fn bits_come_back_as_they_were() -> Result<()> {
             for _ in 0..2 {
                 assert_bits(&copies.start_fetch(&mut buffer)?.wait()?, &want)?;
             }
+            for part in [0..0, 0..len / 2, len / 3..len, len..len] {
+                let fetched = copies.start_fetch_part(&mut buffer, part.clone())?;
+                assert_bits(&fetched.wait()?, &want[part])?;
+            }
             if len > 0 {
                 there_and_back(&copies, narrow(&want, |bits| bits as i16))?;
                 there_and_back(&copies, narrow(&want, |bits| bits as u8))?;
@@ -186,6 +190,7 @@ fn what_cannot_be_copied_is_an_error_and_changes_nothing() -> Result<()> {
             let of_the_cpu = HostCopies::new(&Device::Cpu)?;
             assert_says(of_the_cpu.start_fetch(&mut buffer), "another device");
         }
+        assert_says(copies.start_fetch_part(&mut buffer, 3..7), "none at 3..7");
         assert_bits(&copies.start_fetch(&mut buffer)?.wait()?, &want)
     })
 }

@@ -8,7 +8,7 @@ use candle_core::{Error, Result, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::memory::MemoryCategory;
-use crate::params::DataParallel;
+use crate::params::{DataParallel, ZeroStage};
 
 /// What a rank keeps away from the device that computes: see [`ParamStore::with_offload`](crate::ParamStore::with_offload). It passes through the
 /// device bucket by bucket; the bits are the same everywhere.
@@ -81,9 +81,10 @@ impl Offload {
     /// The one that it is for.
     pub fn validate(&self, replicas: &DataParallel, on_gpu: bool) -> Result<()> {
         let leave = self.place_of_params(0, on_gpu) != OffloadPlace::Device;
-        if leave && replicas.tile_linears > 1 {
+        if replicas.tile_linears > 1 && replicas.zero != ZeroStage::Three && !leave {
             bail!(
-                "tile-linears({}) is given with weights that are offloaded, of which whole blocks come back\nhint: leave one of the two out",
+                "tile-linears({}) is given without ZeRO stage 3 and without offloaded weights, while only weights that come for the passes come in \
+                 tiles\nhint: use ZeRO stage 3, or offload weights, or leave it out",
                 replicas.tile_linears
             );
         }

@@ -11,6 +11,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -39,8 +40,10 @@ pub(super) struct FileStore {
 /// The rank's end of its thread.
 struct Io {
     kept: Kept,
-    /// Where each item begins in the file, and where the next one would.
+    /// Where each item begins in the file.
     starts: Vec<u64>,
+    /// Where the next one would.
+    end: u64,
     /// Until the end.
     requests: Option<Sender<Request>>,
     replies: Receiver<Result<Fetched>>,
@@ -103,9 +106,10 @@ impl FileStore {
         leave_cache(&file, 0, 0);
         let ((requests, received), (sent, replies)) = (channel(), channel());
         let (writes, written) = channel();
-        let mut starts = vec![0];
+        let (mut starts, mut end) = (Vec::new(), 0);
         for index in 0..num_items {
-            starts.push(starts[index] + kept.num_bytes(index) as u64);
+            starts.push(end);
+            end += kept.num_bytes(index) as u64;
         }
         let worker = Worker {
             dir: dir.to_path_buf(),
@@ -128,6 +132,7 @@ impl FileStore {
             io: Mutex::new(Io {
                 kept,
                 starts,
+                end,
                 requests: Some(requests),
                 replies,
                 written,
@@ -162,10 +167,18 @@ impl FileStore {
         let bytes = item.iter().map(|(len, dtype)| len * dtype.size_in_bytes());
         let num_bytes = bytes.sum();
         check_space(&self.dir, num_bytes, self.what)?;
-        let start = io.starts.last().copied().unwrap_or(0);
-        io.starts.push(start + num_bytes as u64);
-        io.kept.items.push(item);
-        Ok(io.kept.items.len() - 1)
+        let start = io.end;
+        io.end += num_bytes as u64;
+        Ok(io.push(item, start))
+    }
+
+    pub fn view(&self, index: usize, part: Range<usize>) -> usize {
+        let mut io = self.io();
+        let dtype = io.kept.items[index].first().map(|(_, dtype)| *dtype);
+        let offset = part.start * dtype.map_or(0, |dtype| dtype.size_in_bytes());
+        let item = dtype.map(|dtype| (part.len(), dtype));
+        let start = io.starts[index] + offset as u64;
+        io.push(item.into_iter().collect(), start)
     }
 
     pub fn refit(&self, index: usize, item: &[(usize, DType)]) {
@@ -285,6 +298,12 @@ fn warn_of_memory(dir: &Path) {
 }
 
 impl Io {
+    fn push(&mut self, item: Vec<(usize, DType)>, start: u64) -> usize {
+        self.starts.push(start);
+        self.kept.items.push(item);
+        self.starts.len() - 1
+    }
+
     /// Frees what was taken back, unless it is this item, which is here then.
     fn use_returned(&mut self, index: usize) {
         if let Some((returned, item)) = self.returned.take()

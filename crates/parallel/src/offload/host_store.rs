@@ -8,6 +8,7 @@
 //! The host waits for none of it.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -26,6 +27,8 @@ pub(super) struct HostStore {
 struct Items {
     kept: Kept,
     buffers: Vec<Vec<HostBuffer>>,
+    /// Of items that are parts of others, by index: the other one, and which of its values.
+    views: HashMap<usize, (usize, Range<usize>)>,
     /// What nobody has asked for yet.
     ahead: HashMap<usize, Moving>,
     /// What was taken back last, until another one is asked for.
@@ -63,6 +66,7 @@ impl HostStore {
             items: Mutex::new(Items {
                 kept,
                 buffers: all,
+                views: HashMap::new(),
                 ahead: HashMap::new(),
                 returned: None,
                 behind: None,
@@ -86,6 +90,17 @@ impl HostStore {
         Ok(items.buffers.len() - 1)
     }
 
+    pub fn view(&self, index: usize, part: Range<usize>) -> usize {
+        let mut items = self.items();
+        let dtypes = items.kept.items[index].first().map(|(_, dtype)| *dtype);
+        let item = dtypes.map(|dtype| (part.len(), dtype));
+        items.kept.items.push(item.into_iter().collect());
+        items.buffers.push(Vec::new());
+        let view = items.buffers.len() - 1;
+        items.views.insert(view, (index, part));
+        view
+    }
+
     pub fn refit(&self, index: usize, item: &[(usize, DType)]) -> Result<()> {
         let mut items = self.items();
         if items.kept.items[index] != item {
@@ -100,8 +115,15 @@ impl HostStore {
 
     fn start(&self, items: &mut Items, index: usize) -> Result<Moving> {
         let held = items.kept.hold(index, &self.meter);
-        let buffers = items.buffers[index].iter_mut();
-        let copies = buffers.map(|buffer| self.copies.start_fetch(buffer));
+        let (of, part) = match items.views.get(&index) {
+            Some((of, part)) => (*of, Some(part.clone())),
+            None => (index, None),
+        };
+        let buffers = items.buffers[of].iter_mut();
+        let copies = buffers.map(|buffer| match &part {
+            Some(part) => self.copies.start_fetch_part(buffer, part.clone()),
+            None => self.copies.start_fetch(buffer),
+        });
         let copies = copies.collect::<Result<_>>()?;
         Ok(Moving { copies, held })
     }

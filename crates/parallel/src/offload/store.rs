@@ -1,5 +1,6 @@
 //! Items of a rank's tensors that are on its device only while they are used.
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -100,6 +101,15 @@ impl OffloadStore {
         let mut all = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         all.push(held);
         Ok(index)
+    }
+
+    /// The values `part` of an item of one tensor, as an item that is fetched and never stored: what it gives is what the other had when that was
+    /// asked for.
+    pub fn view(&self, index: usize, part: Range<usize>) -> usize {
+        match &self.place {
+            Place::Host(host) => host.view(index, part),
+            Place::File(file) => file.view(index, part),
+        }
     }
 
     /// Has an item be of tensors of these lengths and types from now on, which take no more than those it was added for; it is to be stored before

@@ -71,7 +71,7 @@ pub struct DataParallel {
     /// Whether the weights that ZeRO-3 gathers move as 8 bits, 256 values with one scale (arXiv:2306.10209). A block computes with
     /// what arrives, the same on every rank; updates and checkpoints have the exact values.
     pub quantize_weights: bool,
-    /// In how many tiles of rows ZeRO-3 gathers the weight of a linear layer, of the embedding and of the head, each freed before
+    /// In how many tiles of rows the weights that come for the passes do, with ZeRO-3 or [offloaded](crate::Offload::params): the weight of a linear layer, of the embedding and of the head, each freed before
     /// the one after the next comes: memory-centric tiling (arXiv:2104.07857, section 5.1.3). 1: whole, with its block. With more each
     /// pass of such a layer is a collective: all replicas must run the same layers in the same order.
     pub tile_linears: usize,
@@ -120,13 +120,8 @@ impl DataParallel {
                  or leave it out"
             )
         }
-        match (self.tile_linears, self.zero) {
-            (1, _) | (2.., ZeroStage::Three) => {}
-            (0, _) => bail!("tile-linears is 0; expected the number of tiles, from 1 on"),
-            (num_tiles, _) => bail!(
-                "tile-linears({num_tiles}) is given without ZeRO stage 3, which alone gathers weights for the passes\nhint: use \
-                 ZeRO stage 3, or leave it out"
-            ),
+        if self.tile_linears == 0 {
+            bail!("tile-linears is 0; expected the number of tiles, from 1 on")
         }
         if self.reduce.quantized().is_some() && self.zero == ZeroStage::Zero {
             bail!(

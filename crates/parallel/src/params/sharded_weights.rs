@@ -6,16 +6,16 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_comm::{Pending, ProcessGroup};
-use candle_core::{DType, Error, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use candle_ops::{QuantizedType, quantize_rows};
 
 use super::data_parallel::ReplicaGroups;
 use super::layout::{Bucket, ParamLayout, Sharing, Slot};
 use super::param::Param;
-use super::slices::{GatheredRange, start_gather_range, unpacked};
+use super::slices::{GatheredRange, OwnPart, start_gather_range, unpacked};
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter, num_bytes};
 use crate::offload::{Fetched, Kept, OffloadPlace, OffloadStore};
-use crate::placement::intersect;
+use crate::placement::{intersect, offset_by, part};
 
 /// The slices of a rank, and what is gathered of the others'.
 pub(crate) struct ShardedWeights {
@@ -25,15 +25,28 @@ pub(crate) struct ShardedWeights {
     /// Of these ranks those that divide a second copy, if there is one.
     secondary: Option<ProcessGroup>,
     overlap: bool,
-    num_tiles: usize,
     /// In the order of [`ParamLayout::all`].
     buckets: Vec<ShardedBucket>,
     /// The slices, an item for each bucket, if they are not on the device.
     away: Option<OffloadStore>,
     /// Buckets that the passes of each block need.
     of_block: BTreeMap<usize, Vec<usize>>,
-    /// Of each weight that comes tile by tile, by name: its bucket, its values there, and the number of its rows.
-    tiled: BTreeMap<String, (usize, Range<usize>, usize)>,
+    /// Weights that come tile by tile, by name.
+    tiled: BTreeMap<String, Tiled>,
+}
+
+/// A weight that comes tile by tile.
+struct Tiled {
+    bucket: usize,
+    tiles: Vec<Tile>,
+}
+
+struct Tile {
+    rows: Range<usize>,
+    /// Its values in the bucket.
+    values: Range<usize>,
+    /// Where this rank's part of them is, if slices are not on the device; `None` if it has none.
+    away: Option<usize>,
 }
 
 struct ShardedBucket {
@@ -135,7 +148,24 @@ impl ShardedWeights {
                 let param = &params[slot.param];
                 if bucket.is_tiled {
                     let num_rows = param.local_shape().dims().first().copied().unwrap_or(1);
-                    tiled.insert(param.name.clone(), (index, slot.range.clone(), num_rows));
+                    let num_tiles = groups.config.tile_linears.min(num_rows).max(1);
+                    let width = slot.range.len() / num_rows.max(1);
+                    let own = groups.own_range(bucket.len);
+                    let tile = |tile| {
+                        let rows = part(num_rows, tile, num_tiles);
+                        let start = slot.range.start;
+                        let values = start + rows.start * width..start + rows.end * width;
+                        let mine = intersect(&values, &own);
+                        let away = away.as_ref().filter(|_| !mine.is_empty());
+                        Tile {
+                            away: away.map(|away| away.view(index, offset_by(&mine, own.start))),
+                            rows,
+                            values,
+                        }
+                    };
+                    let tiles = (0..num_tiles).map(tile).collect();
+                    let bucket = index;
+                    tiled.insert(param.name.clone(), Tiled { bucket, tiles });
                     continue;
                 }
                 for &block in &param.blocks {
@@ -151,7 +181,6 @@ impl ShardedWeights {
             tiles: groups.tiles.clone(),
             secondary: groups.secondary.clone(),
             overlap: groups.config.overlap,
-            num_tiles: groups.config.tile_linears,
             tiled,
             buckets: all.iter().map(sharded).collect::<Result<_>>()?,
             away,
@@ -228,9 +257,10 @@ impl ShardedWeights {
         self.tiled.contains_key(name)
     }
 
-    /// Number of tiles of a weight that has no fewer rows.
-    pub fn num_tiles(&self) -> usize {
-        self.num_tiles
+    /// The rows of each tile of a weight that comes by them.
+    pub fn tiles(&self, name: &str) -> impl ExactSizeIterator<Item = Range<usize>> + '_ {
+        let tiles = self.tiled.get(name).map_or(&[][..], |tiled| &tiled.tiles);
+        tiles.iter().map(|tile| tile.rows.clone())
     }
 
     /// Whether a tile is to be started while the one before it is used.
@@ -238,26 +268,42 @@ impl ShardedWeights {
         self.overlap
     }
 
-    /// Starts to gather rows of a weight that comes tile by tile. All ranks of the shard group must call it.
-    pub(super) fn start_tile(&self, name: &str, rows: &Range<usize>) -> Result<TileGather> {
-        let Some((index, values, num_rows)) = self.tiled.get(name) else {
+    /// Starts to fetch and to gather a tile of a weight that comes by them. All ranks of the shard group must call it.
+    pub(super) fn start_tile(&self, name: &str, tile: usize) -> Result<ComingTile<'_>> {
+        let Some(tiled) = self.tiled.get(name) else {
             bail!("parameter {name} does not come tile by tile");
         };
-        let (bucket, width) = (&self.buckets[*index], values.len() / num_rows.max(&1));
-        let range = values.start + rows.start * width..values.start + rows.end * width;
+        let (bucket, tile) = (&self.buckets[tiled.bucket], &tiled.tiles[tile]);
+        let own_slice = &bucket.slices[self.shard.rank()];
+        let (own, own_start) = match (&self.away, tile.away) {
+            (None, _) => (self.slice(tiled.bucket)?, own_slice.start),
+            (Some(_), None) => (nothing(bucket.dtype, self.shard.device())?, own_slice.start),
+            (Some(away), Some(item)) => {
+                away.start_fetch(item)?;
+                if self.shard.world_size() == 1 {
+                    return Ok(ComingTile::Fetched(away, item));
+                }
+                let own_start = intersect(&tile.values, own_slice).start;
+                (one_of(&away.fetch(item)?)?, own_start)
+            }
+        };
+        let own = OwnPart {
+            values: &own,
+            start: own_start,
+        };
         let values = start_gather_range(
-            &range,
+            &tile.values,
             &bucket.slices,
-            &self.slice(*index)?,
+            own,
             &self.tiles,
             bucket.is_quantized,
         )?;
         let bytes = values.num_bytes();
-        Ok(TileGather {
+        Ok(ComingTile::Gathered(TileGather {
             on_the_way: bucket.meter.hold(MemoryCategory::Gathered, bytes),
             meter: bucket.meter.clone(),
             values,
-        })
+        }))
     }
 
     /// Starts to gather what a block needs and what is not here; of what is not on the device, to fetch it. All ranks of the shard group must
@@ -370,16 +416,40 @@ fn one_of(item: &Fetched) -> Result<Tensor> {
     }
 }
 
+/// No values, flat.
+fn nothing(dtype: DType, device: &Device) -> Result<Tensor> {
+    // An allocation of nothing is an error to CUDA.
+    Tensor::zeros(1, dtype, device)?.narrow(0, 0, 0)
+}
+
 /// Rows of a weight on their way.
+pub(super) enum ComingTile<'a> {
+    /// The item of this store.
+    Fetched(&'a OffloadStore, usize),
+    Gathered(TileGather),
+}
+
 pub(super) struct TileGather {
     values: GatheredRange,
     on_the_way: MemoryGuard,
     meter: MemoryMeter,
 }
 
-impl TileGather {
+impl ComingTile<'_> {
     /// The values, flat, which count as held.
     pub fn wait(self) -> Result<(Tensor, MemoryGuard)> {
+        match self {
+            Self::Fetched(away, item) => {
+                let item = away.fetch(item)?;
+                Ok((one_of(&item)?, item.held))
+            }
+            Self::Gathered(values) => values.wait(),
+        }
+    }
+}
+
+impl TileGather {
+    fn wait(self) -> Result<(Tensor, MemoryGuard)> {
         // Pieces of several ranks exist a second time while they are joined.
         let joined = match self.values.num_pieces() {
             0 | 1 => 0,

@@ -19,6 +19,8 @@ pub(crate) fn gather_range(
     own: &Tensor,
     dp: &ProcessGroup,
 ) -> Result<Tensor> {
+    let start = slices.get(dp.rank()).map_or(0, |slice| slice.start);
+    let own = OwnPart { values: own, start };
     start_gather_range(range, slices, own, dp, false)?.wait()
 }
 
@@ -31,15 +33,21 @@ pub(crate) struct GatheredRange {
     like: Tensor,
 }
 
-/// [`gather_range`], started; if `is_quantized` pieces are sent in 8 bits, and what they hold then is what every rank gets.
+/// What a rank has of a flat buffer, from this value on.
+pub(crate) struct OwnPart<'a> {
+    pub values: &'a Tensor,
+    pub start: usize,
+}
+
+/// [`gather_range`] where of `own` only what is in the range is needed, started; if `is_quantized` pieces are sent in 8 bits, and what they hold then is what every rank gets.
 pub(crate) fn start_gather_range(
     range: &Range<usize>,
     slices: &[Range<usize>],
-    own: &Tensor,
+    own: OwnPart<'_>,
     dp: &ProcessGroup,
     is_quantized: bool,
 ) -> Result<GatheredRange> {
-    let own_start = slices.get(dp.rank()).map_or(0, |slice| slice.start);
+    let OwnPart { values: own, start } = own;
     let (mut pieces, mut received_with) = (Vec::new(), 0);
     for (root, slice) in slices.iter().enumerate() {
         let piece = intersect(range, slice);
@@ -48,7 +56,7 @@ pub(crate) fn start_gather_range(
         }
         let len = piece.len();
         let sent = if root == dp.rank() {
-            let piece = offset_by(&piece, own_start);
+            let piece = offset_by(&piece, start);
             let values = own.narrow(0, piece.start, len)?;
             match is_quantized {
                 true => quantize_rows(&values, QuantizedType::Int8)?,

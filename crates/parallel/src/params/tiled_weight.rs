@@ -1,4 +1,4 @@
-//! Weights of which a layer uses some rows at a time, so that with ZeRO-3 only these need to be gathered: memory-centric tiling
+//! Weights of which a layer uses some rows at a time, so that with ZeRO-3 or offloaded weights only these need to be here: memory-centric tiling
 //! (arXiv:2104.07857, section 5.1.3); or so that only these need to be unpacked, of frozen weights that are held in fewer bits.
 
 use std::ops::Range;
@@ -8,7 +8,6 @@ use candle_core::{D, DType, Result, Tensor};
 
 use super::sharded_weights::ShardedWeights;
 use super::weight_format::Packing;
-use crate::placement::part;
 
 /// A weight whose rows (dim 0) a layer can use tile by tile: see [`DataParallel::tile_linears`](crate::DataParallel::tile_linears) and
 /// [`ParamStore::with_frozen_format`](crate::ParamStore::with_frozen_format).
@@ -118,16 +117,15 @@ impl TiledWeight {
         let Some((weights, name)) = self.tiled() else {
             return use_tile(0..num_rows, &self.whole);
         };
-        let num_tiles = weights.num_tiles().min(num_rows).max(1);
-        let rows = |tile| part(num_rows, tile, num_tiles);
-        let start = |tile| weights.start_tile(name, &rows(tile));
+        let tiles = weights.tiles(name);
+        let num_tiles = tiles.len();
+        let start = |tile| weights.start_tile(name, tile);
         let mut started = None;
-        for tile in 0..num_tiles {
+        for (tile, rows) in tiles.enumerate() {
             let (values, _held) = started.take().map_or_else(|| start(tile), Ok)?.wait()?;
             if weights.prefetches() && tile + 1 < num_tiles {
                 started = Some(start(tile + 1)?);
             }
-            let rows = rows(tile);
             let shape = [&[rows.len()], &self.whole.dims()[1..]].concat();
             use_tile(rows, &values.reshape(shape)?)?;
         }

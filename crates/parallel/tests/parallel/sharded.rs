@@ -30,6 +30,16 @@ pub fn trained(
     tied: bool,
     replicas: DataParallel,
 ) -> (Values, f64, f64) {
+    trained_with(layout, tied, replicas, &Offload::default())
+}
+
+/// [`trained`] with what ranks keep away.
+pub fn trained_with(
+    layout: (usize, usize, usize),
+    tied: bool,
+    replicas: DataParallel,
+    offload: &Offload,
+) -> (Values, f64, f64) {
     let all = on_mesh(layout, |mesh| {
         let chain = Chain {
             tied,
@@ -38,6 +48,7 @@ pub fn trained(
         };
         let store = ParamStore::init(5)
             .with_data_parallel(replicas)
+            .with_offload(offload.clone())
             .freeze(|name| name.contains("layers.1.down"));
         let part = chain.part(&mesh, &store)?;
         // The update is that of g / (|g| + eps): with the usual eps, gradients that are nothing but rounding change it.

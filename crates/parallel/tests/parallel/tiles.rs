@@ -1,10 +1,13 @@
 //! Weights that ZeRO-3 gathers tile by tile.
 
-use candle_parallel::{DataParallel, MemoryCategory, ParamStore, ReduceType, ZeroStage};
+use candle_parallel::{
+    DataParallel, MemoryCategory, Offload, ParamStore, Pipeline, ReduceType, Schedule, ZeroStage,
+};
+use tempfile::tempdir;
 
 use crate::chain::{Chain, HIDDEN, local_bits};
 use crate::check::{assert_says, assert_values_close, message, on_mesh, on_mesh_with_delays};
-use crate::sharded::{grouped, step, trained};
+use crate::sharded::{grouped, step, trained, trained_with};
 
 fn tiled(tile_linears: usize, zero_group: Option<usize>) -> DataParallel {
     DataParallel {
@@ -41,6 +44,92 @@ fn tiles_train_like_one_rank() {
                 }
             }
         }
+    }
+}
+
+/// On one rank, too, where nothing is gathered.
+#[test]
+fn tiles_of_weights_that_are_away_train_as_those_that_replicas_divide() {
+    let dir = tempdir().unwrap();
+    let away = Offload::all().in_dir(dir.path());
+    for tied in [false, true] {
+        let (want, ..) = trained((1, 1, 1), tied, ZeroStage::Zero.into());
+        for (tiles, zero, overlap) in [
+            (2, ZeroStage::Zero, true),
+            (3, ZeroStage::One, false),
+            (100, ZeroStage::Three, true),
+        ] {
+            let replicas = DataParallel {
+                tile_linears: tiles,
+                overlap,
+                ..zero.into()
+            };
+            let (got, ..) = trained_with((1, 1, 1), tied, replicas, &away);
+            for (name, values) in &want {
+                assert_values_close(&format!("{replicas:?} {tied} {name}"), &got[name], values);
+            }
+        }
+        for (layout, tiles, group) in [
+            ((1, 2, 1), 2, None),
+            ((1, 3, 1), 5, None),
+            ((1, 4, 2), 3, Some(2)),
+            ((3, 2, 1), 100, None),
+        ] {
+            for quantize_weights in [false, true] {
+                let replicas = DataParallel {
+                    quantize_weights,
+                    ..tiled(tiles, group)
+                };
+                let here = trained(layout, tied, replicas);
+                let what = format!("{layout:?} {replicas:?}, tied {tied}");
+                assert!(
+                    trained_with(layout, tied, replicas, &away) == here,
+                    "{what}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn of_one_layer_that_is_too_large_only_tiles_are_here() {
+    const VOCAB: usize = 4000;
+    let dir = tempdir().unwrap();
+    let whole = VOCAB * HIDDEN * 4;
+    for (tiles, overlap) in [(4, true), (8, false), (16, true)] {
+        on_mesh((1, 1, 1), |mesh| {
+            let chain = Chain {
+                vocab: VOCAB,
+                ..Chain::default()
+            };
+            let replicas = DataParallel {
+                tile_linears: tiles,
+                overlap,
+                ..ZeroStage::Zero.into()
+            };
+            let params = Offload {
+                params: true,
+                ..Offload::default()
+            };
+            let store = ParamStore::init(5)
+                .with_data_parallel(replicas)
+                .with_offload(params.in_dir(dir.path()))
+                .freeze(|_| true);
+            let part = chain.part(&mesh, &store)?;
+            let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+            pipeline.evaluate(&part, chain.micro_batches(0, 2)?.into_iter().map(Ok))?;
+            let gathered = part.params().meter().report().of(MemoryCategory::Gathered);
+            assert_eq!(gathered.now, 0);
+            // One that is used, and one on its way.
+            let tiles_here = if overlap { 2 } else { 1 };
+            let most = tiles_here * whole.div_ceil(tiles) + 16 * HIDDEN * HIDDEN * 4;
+            let peak = gathered.peak as usize;
+            assert!(
+                (whole / tiles..=most).contains(&peak),
+                "{tiles} tiles: {peak} of {most}"
+            );
+            Ok(())
+        });
     }
 }
 
@@ -127,14 +216,18 @@ fn the_peak_of_gathered_weights_falls_with_the_tiles_and_the_bytes_moved_are_the
 
 #[test]
 fn what_cannot_be_tiled_is_refused() {
-    let refused = |replicas: DataParallel| message(replicas.validate(2));
     let two = DataParallel {
         tile_linears: 4,
         ..ZeroStage::Two.into()
     };
-    assert_says(&refused(two), &["tile-linears(4)", "ZeRO stage 3", "hint"]);
     assert_says(
-        &refused(tiled(0, None)),
+        &message(Offload::optimizer().validate(&two, true)),
+        &["tile-linears(4)", "ZeRO stage 3", "offloaded", "hint"],
+    );
+    assert!(Offload::all().validate(&two, true).is_ok());
+    assert!(Offload::all().validate(&two, false).is_err());
+    assert_says(
+        &message(tiled(0, None).validate(2)),
         &["tile-linears is 0", "from 1 on"],
     );
     assert!(tiled(1000, None).validate(2).is_ok());

@@ -59,8 +59,8 @@ pub struct LayoutArgs {
     /// Gather weights in 8 bits, blocks of 256 values with a scale each; needs --zero 3 [default: no]
     #[arg(long, value_name = "TYPE")]
     pub quantize_weights: Option<Quantization>,
-    /// Gather the weight of a linear layer, of the embedding and of the head in TILES tiles of rows, one after the other, each freed
-    /// after its use; more than 1 needs --zero 3
+    /// Gather or fetch the weight of a linear layer, of the embedding and of the head in TILES tiles of rows, one after the other, each freed
+    /// after its use; more than 1 needs --zero 3 or --offload params
     #[arg(long, default_value_t = 1, value_name = "TILES", value_parser = whole::<usize>(1..))]
     pub tile_linears: usize,
     /// Communicate between replicas only while nothing is computed; slower, and the same bits
