@@ -4,9 +4,13 @@
 //! precision: GFLOP/s of the forward pass, of the input gradient and of the weight gradient, which goes into an f32 buffer. PYTHON is an
 //! interpreter with torch; with it each cell also has our speed over PyTorch's. Of each product the fastest run counts. `all of` a
 //! model is the time of all products of its step, each as often as it occurs. All cores.
+//!
+//! With `--rows N` it prints the forward pass of N rows, as a model that generates has, in GB/s of weights that are read, each a row's share of
+//! which is that of a plain sum over as many bytes; weights take turns, so that none is in a cache.
 
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use candle_ops::{MatmulPrecision, linear_forward, linear_input_grad, linear_weight_grad_into};
+use rayon::prelude::*;
 use std::hint::black_box;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -68,14 +72,18 @@ fn main() -> Result<()> {
 }
 
 fn run() -> Result<()> {
-    let (mut python, mut turns) = (None, 7);
+    let (mut python, mut turns, mut rows) = (None, 7, None);
     let mut args = std::env::args().skip(1);
     while let Some(flag) = args.next() {
         match (flag.as_str(), args.next()) {
             ("--python", Some(program)) => python = Some(program),
             ("--turns", Some(number)) => turns = number.parse::<usize>().map_err(Error::wrap)?,
-            _ => bail!("expected --python PYTHON or --turns N, got {flag}"),
+            ("--rows", Some(number)) => rows = Some(number.parse::<usize>().map_err(Error::wrap)?),
+            _ => bail!("expected --python PYTHON, --turns N or --rows N, got {flag}"),
         }
+    }
+    if let Some(rows) = rows {
+        return bench_few_rows(rows, turns);
     }
     let mut torch = python.map(|python| Torch::start(&python)).transpose()?;
     let mut precisions = vec![
@@ -127,6 +135,89 @@ fn run() -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// `in` and `out` of the linear layers of a Llama of 1.1B parameters, and how often it has each.
+const LARGE: [Linear; 5] = [
+    linear("k, v", [1, 2048, 256], 44),
+    linear("q, o", [1, 2048, 2048], 44),
+    linear("gate, up", [1, 2048, 5632], 44),
+    linear("down", [1, 5632, 2048], 22),
+    linear("head", [1, 2048, 32000], 1),
+];
+
+/// More than caches hold.
+const BYTES: usize = 1 << 29;
+
+/// Prints how fast products of so many rows read weights.
+fn bench_few_rows(rows: usize, turns: usize) -> Result<()> {
+    let values = vec![1u64; BYTES / size_of::<u64>()];
+    let sum = || {
+        let parts = values.par_chunks(1 << 14);
+        let sums = parts.map(|part| {
+            part.iter()
+                .fold(0u64, |sum, value| sum.wrapping_add(*value))
+        });
+        black_box(sums.reduce(|| 0, u64::wrapping_add));
+        Ok(())
+    };
+    let plain = BYTES as f64 / fewest_secs(turns, sum)? / 1e9;
+    println!("A plain sum reads {plain:.1} GB/s.\n");
+    println!(
+        "| product, rows x in x out | weights | GB/s | of the plain sum | ms |\n|---|---|---|---|---|"
+    );
+    for form in [DType::F32, DType::BF16, DType::F16] {
+        let (mut all_bytes, mut all_secs) = (0.0, 0.0);
+        for Linear { name, sizes, count } in &LARGE {
+            let [_, num_in, num_out] = *sizes;
+            let bytes = num_in * num_out * form.size_in_bytes();
+            let weight = |_| {
+                let values = Tensor::randn(0f32, 1.0, (num_out, num_in), &Device::Cpu)?;
+                values.to_dtype(form)
+            };
+            let first = weight(0)?;
+            let copies = (1..BYTES.div_ceil(bytes)).map(|_| first.copy());
+            let weights = copies
+                .chain([Ok(first.clone())])
+                .collect::<Result<Vec<_>>>()?;
+            let xs = Tensor::randn(0f32, 1.0, (rows, num_in), &Device::Cpu)?.to_dtype(form)?;
+            let run = || {
+                weights.iter().try_for_each(|weight| {
+                    drop(black_box(linear_forward(&xs, weight, None)?));
+                    Ok(())
+                })
+            };
+            let secs = fewest_secs(turns, run)? / weights.len() as f64;
+            let form = form.as_str();
+            let speed = bytes as f64 / secs / 1e9;
+            println!(
+                "| {name}: {rows} x {num_in} x {num_out} | {form} | {speed:.1} | {:.2} | {:.3} |",
+                speed / plain,
+                secs * 1e3
+            );
+            all_bytes += (bytes * count) as f64;
+            all_secs += secs * *count as f64;
+        }
+        let speed = all_bytes / all_secs / 1e9;
+        println!(
+            "| **all of a model** | {} | {speed:.1} | **{:.2}** | {:.1} |",
+            form.as_str(),
+            speed / plain,
+            all_secs * 1e3
+        );
+    }
+    Ok(())
+}
+
+/// The fastest of some runs.
+fn fewest_secs(turns: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut fewest = f64::INFINITY;
+    for _ in 0..turns {
+        let start = Instant::now();
+        run()?;
+        fewest = fewest.min(start.elapsed().as_secs_f64());
+    }
+    Ok(fewest)
 }
 
 /// Our speed, and if the other one's seconds are known, the ratio.

@@ -4,7 +4,7 @@
 use crate::element::Element;
 use crate::exp::exp;
 
-const LANES: usize = 32;
+pub(crate) const LANES: usize = 32;
 
 /// The sum of `f(x)`.
 #[inline(always)]

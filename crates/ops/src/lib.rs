@@ -41,6 +41,7 @@ mod element;
 mod elements;
 mod embedding;
 mod exp;
+mod few_rows;
 mod filled;
 mod gated;
 mod geglu;

@@ -8,6 +8,7 @@
 
 use crate::chunks::for_each_chunk;
 use crate::element::Element;
+use crate::few_rows::few_rows_product;
 use crate::filled::zeros;
 use crate::half_precision::widened;
 use crate::matrix::{Addend, Factors, Matrix, MatrixMut, PARALLEL_MULTIPLICATIONS, SUM_LEN};
@@ -60,6 +61,9 @@ impl<Out: Element> MatrixMut<'_, Out> {
             Addend::Values(values) => assert_eq!(values.len(), self.rows * self.cols),
             Addend::Nothing | Addend::Result => {}
         }
+        if let Some(mut sums) = few_rows_product(factors) {
+            return self.put_sums(addend, &mut sums);
+        }
         #[cfg(target_arch = "x86_64")]
         if product::is_worth_it::<T>(self.rows, self.cols)
             && factors.iter().any(|(lhs, _)| lhs.cols > 0)
@@ -103,8 +107,14 @@ impl<Out: Element> MatrixMut<'_, Out> {
         let (rows, cols) = (self.rows, self.cols);
         let mut sums = zeros(rows * cols);
         add(&mut MatrixMut::new(&mut sums, rows, cols, cols), false);
-        let (data, row_stride) = (SendPtr(self.data), self.row_stride);
-        for_each_chunk(&mut sums, cols, multiplications, |row, sums| {
+        self.put_sums(addend, &mut sums);
+    }
+
+    /// `self = addend + sums`, rounded once, of sums (rows, cols).
+    pub(crate) fn put_sums(&mut self, addend: Addend<'_, Out>, sums: &mut [f32]) {
+        let cols = self.cols;
+        let (data, row_stride, work) = (SendPtr(self.data), self.row_stride, sums.len());
+        for_each_chunk(sums, cols, work, |row, sums| {
             // SAFETY: the row lies inside this matrix, the only access to its elements, and each is one task's.
             let place = unsafe { data.get().add(row * row_stride) };
             // SAFETY: as above; what is to be added was written before.
