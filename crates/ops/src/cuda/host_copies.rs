@@ -9,7 +9,7 @@
 //! A copy also waits for the last one from or to its buffer of the host.
 
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaEvent, CudaStream, DeviceRepr, PinnedHostSlice,
+    CudaEvent, CudaStream, DeviceRepr, PinnedHostSlice, ValidAsZeroBits,
 };
 use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor, bail};
@@ -148,7 +148,7 @@ impl CopyStreams {
     }
 
     /// Starts to copy a part of the values of `buffer`, which are those of `host`, to new memory of the GPU.
-    fn fetch<T: CudaDType + DeviceRepr>(
+    fn fetch<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
         &self,
         host: &PinnedHostSlice<T>,
         part: Range<usize>,
