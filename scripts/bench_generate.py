@@ -2,10 +2,10 @@
 """How long a token takes that `candle-train generate` makes, beside transformers, as a Markdown table.
 
     cargo build --release --bin candle-train
-    PYTHON scripts/bench_generate.py MODEL [--dtypes bf16 f32] [--turns N]
+    PYTHON scripts/bench_generate.py MODEL [--forms bf16 f32 q8_0 q4k] [--turns N]
 
 MODEL is a checkpoint folder, PYTHON an interpreter that has torch and transformers. Time of a token: that of a long text less that of a short one, over the
-tokens between them, of the fastest turn each. Both programs have as many threads as there are cores.
+tokens between them, of the fastest turn each. Weights in blocks (q8_0, q4k) are used in bf16, and compared with transformers in bf16. Both programs have as many threads as there are cores.
 """
 import argparse
 import os
@@ -35,13 +35,15 @@ def per_token(turns, generate):
     return (fewest(LONG) - fewest(SHORT)) / (LONG - SHORT)
 
 
-def ours(model, dtype):
-    flags = ["generate", "--model", model, "--prompt", "The", "--temperature", "0", "--dtype", dtype, "--max-new-tokens"]
+def ours(model, form):
+    dtype = form if form in DTYPES else "bf16"
+    flags = ["generate", "--model", model, "--prompt", "The", "--temperature", "0", "--dtype", dtype, "--base-dtype", form, "--max-new-tokens"]
     return lambda num_tokens: subprocess.run([PROGRAM, *flags, str(num_tokens)], check=True, capture_output=True)
 
 
-def reference(model, dtype):
-    model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype]).eval()
+def reference(model, form):
+    dtype = DTYPES.get(form, torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
     ids = torch.tensor([[1, 2, 3]])
 
     def generate(num_tokens):
@@ -54,15 +56,15 @@ def reference(model, dtype):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--dtypes", nargs="*", default=["bf16", "f32"], choices=list(DTYPES))
+    parser.add_argument("--forms", nargs="*", default=["bf16", "f32", "q8_0", "q4k"], choices=[*DTYPES, "q8_0", "q4k"])
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(os.cpu_count())
-    print("| type | candle-train, ms a token | transformers | ratio of tokens/s |\n|---|---|---|---|")
-    for dtype in args.dtypes:
-        own, other = [per_token(args.turns, of(args.model, dtype)) for of in (ours, reference)]
-        print(f"| {dtype} | {own * 1e3:.1f} | {other * 1e3:.1f} | {other / own:.2f} |", flush=True)
+    print("| weights | candle-train, ms a token | transformers | ratio of tokens/s |\n|---|---|---|---|")
+    for form in args.forms:
+        own, other = [per_token(args.turns, of(args.model, form)) for of in (ours, reference)]
+        print(f"| {form} | {own * 1e3:.1f} | {other * 1e3:.1f} | {other / own:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -74,13 +74,22 @@ impl RowsOfF32 {
 }
 
 /// Rows of floats, so many values apart.
-struct Floats<'a, T> {
+pub(crate) struct Floats<'a, T> {
     values: &'a [T],
     len: usize,
     stride: usize,
 }
 
 impl<'a, T> Floats<'a, T> {
+    /// Rows of `len` values, one after the other.
+    pub(crate) fn new(values: &'a [T], len: usize) -> Self {
+        Self {
+            values,
+            len,
+            stride: len,
+        }
+    }
+
     /// The columns of a matrix, if they lie in memory as rows.
     fn of_columns(rhs: &Matrix<'a, T>) -> Option<Self> {
         (rhs.row_stride == 1 || rhs.rows == 1).then_some(Self {

@@ -101,7 +101,7 @@ fn fold<T: Element>(
 
 /// Joins the lanes in pairs: one after the other would take longer than a row of some hundred elements.
 #[inline(always)]
-fn join(mut lanes: [f32; LANES], two: impl Fn(f32, f32) -> f32) -> f32 {
+pub(crate) fn join(mut lanes: [f32; LANES], two: impl Fn(f32, f32) -> f32) -> f32 {
     let mut half = LANES / 2;
     while half > 0 {
         for i in 0..half {

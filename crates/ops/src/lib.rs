@@ -30,6 +30,7 @@ mod attention_merge;
 #[cfg(any(test, feature = "cudnn"))]
 mod attention_rectangle;
 mod attention_spec;
+mod blocks;
 mod chunks;
 mod cross_entropy;
 #[cfg(feature = "cuda")]
@@ -106,7 +107,7 @@ pub use gpu_state::GpuState;
 pub use head_groups::HeadGroups;
 pub use host_copies::{HostBuffer, HostCopies, HostCopy};
 pub use layer_norm::{layer_norm, layer_norm_backward, layer_norm_forward};
-pub use linear::{linear, linear_forward, linear_forward_add};
+pub use linear::{HeldRows, linear, linear_forward, linear_forward_add, linear_of_few_rows};
 pub use linear_grad::{
     linear_bias_grad, linear_bias_grad_into, linear_input_grad, linear_input_grad_sum,
     linear_weight_grad, linear_weight_grad_into,

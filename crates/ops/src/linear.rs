@@ -3,18 +3,21 @@
 //! Compared with candle's matmul under candle's backward: no gradient for frozen weights, no zeros and additions per
 //! edge, and no transposed copies.
 
+use crate::blocks::{Block, Q4KBlocks, Q8Blocks, RowsOfBlocks};
 #[cfg(feature = "cuda")]
 use crate::cuda::Added;
 use crate::dispatch::on_cuda;
 use crate::element::{Element, by_float};
+use crate::few_rows::{Floats, MAX_ROWS, RowsOfF32, few_rows};
 use crate::half_precision::widened;
+use crate::host::HostU8;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
 use crate::matrix::{Addend, Factors, Matrix};
-use crate::matrix_product::parallel_product;
+use crate::matrix_product::{new_product, parallel_product};
 use crate::op_timer;
 use crate::{OpOutput, ProductChoice, with_backward2, with_backward3};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 const NAME: &str = "linear";
 
@@ -56,6 +59,111 @@ pub fn linear(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Ten
 /// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear_forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     Ok(forward(xs, weight, bias)?.into_tensor())
+}
+
+/// How the rows of a weight lie in a tensor (out, ..).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeldRows {
+    /// As values, of the tensor's type.
+    Floats,
+    /// In blocks of 32 values, as the bytes of `GgmlDType::Q8_0` of candle.
+    Q8_0,
+    /// In blocks of 256 values, as those of `GgmlDType::Q4K`.
+    Q4K,
+}
+
+/// `xs W^T + bias + residual` outside any graph, rounded once, of a weight in another form than that of `xs`, which is not unpacked; `None` on a GPU, and
+/// for more than 16 rows, for which it is faster to unpack it.
+///
+/// # Shapes
+/// `xs (.., in)`, `weight (out, in)`, of blocks `(out, bytes)`, one of `bias (out)` and `residual (.., out)` -> `(.., out)`; all but the
+/// weight of one type.
+///
+/// # Errors
+/// When the shapes or types do not fit, and rows that are not whole blocks.
+pub fn linear_of_few_rows(
+    xs: &Tensor,
+    weight: &Tensor,
+    form: HeldRows,
+    bias: Option<&Tensor>,
+    residual: Option<&Tensor>,
+) -> Result<Option<Tensor>> {
+    let op = "linear_of_few_rows";
+    let (num_out, row_len) = weight_dims(op, weight)?;
+    let num_in = match form {
+        HeldRows::Floats => row_len,
+        HeldRows::Q8_0 => values_of::<Q8Blocks>(op, weight, row_len)?,
+        HeldRows::Q4K => values_of::<Q4KBlocks>(op, weight, row_len)?,
+    };
+    let (rows, leading) = rows_of(op, "xs", xs, num_in)?;
+    if rows > MAX_ROWS || !xs.device().is_cpu() {
+        return Ok(None);
+    }
+    let dims = [leading, &[num_out]].concat();
+    let added = match (bias, residual) {
+        (None, None) => None,
+        (Some(bias), None) if bias.dims() == [num_out] => Some(bias),
+        (None, Some(residual)) if residual.dims() == dims => Some(residual),
+        _ => bail!(
+            "{op}: expected bias ({num_out}) or residual {dims:?}, got {:?} and {:?}",
+            bias.map(Tensor::dims),
+            residual.map(Tensor::dims)
+        ),
+    };
+    let _timer = op_timer::product(op, &dims, num_in, [xs.dtype(), weight.dtype()]);
+    let xs = HostFloats::new(op, "xs", xs)?;
+    let added = added.map(|added| HostFloats::new(op, "bias or residual", added));
+    let added = added.transpose()?;
+    if let Some(added) = &added {
+        one_dtype(op, &[("xs", &xs), ("bias or residual", added)])?;
+    }
+    let in_f32 = by_float!(xs.dtype(), T => {
+        let xs = xs.read_as::<T>();
+        RowsOfF32::new((0..rows).map(|row| &xs[row * num_in..][..num_in]), num_in)
+    });
+    let mut sums = if form == HeldRows::Floats {
+        let weight = HostFloats::new(op, "weight", weight)?;
+        by_float!(weight.dtype(), T => {
+            few_rows(rows, num_out, &[(in_f32, Floats::new(&weight.read_as::<T>(), num_in))])
+        })
+    } else {
+        let weight = HostU8::new(op, "weight", weight)?;
+        let bytes = weight.read();
+        match form {
+            HeldRows::Q4K => {
+                let weight = RowsOfBlocks::<Q4KBlocks>::new(&bytes, num_in);
+                few_rows(rows, num_out, &[(in_f32, weight)])
+            }
+            _ => {
+                let weight = RowsOfBlocks::<Q8Blocks>::new(&bytes, num_in);
+                few_rows(rows, num_out, &[(in_f32, weight)])
+            }
+        }
+    };
+    Ok(Some(by_float!(xs.dtype(), T => {
+        let added = added.as_ref().map(HostFloats::read_as::<T>);
+        let in_f32 = added.as_deref().filter(|_| residual.is_none()).map(widened);
+        let addend = match (&added, &in_f32) {
+            (_, Some(bias)) => Addend::Bias(bias),
+            (Some(residual), None) => Addend::Values(residual),
+            (None, None) => Addend::<T>::Nothing,
+        };
+        let ys = new_product(rows, num_out, |ys| ys.put_sums(addend, &mut sums));
+        OpOutput::of(ys, dims).into_tensor()
+    })))
+}
+
+/// Values of a row of so many bytes.
+fn values_of<B: Block>(op: &str, weight: &Tensor, row_bytes: usize) -> Result<usize> {
+    if weight.dtype() != DType::U8 || !row_bytes.is_multiple_of(B::BYTES) {
+        bail!(
+            "{op}: expected a weight of bytes, {} for each {} values of a row, got {:?} of {row_bytes}",
+            B::BYTES,
+            B::VALUES,
+            weight.dtype()
+        )
+    }
+    Ok(row_bytes / B::BYTES * B::VALUES)
 }
 
 /// `residual + xs W^T` outside any graph: rounded once.

@@ -221,7 +221,7 @@ pub(crate) fn parallel_product<T: Element, Out: Element>(
     new_product(rows, cols, |out| out.parallel_product(addend, factors))
 }
 
-fn new_product<Out: Element>(
+pub(crate) fn new_product<Out: Element>(
     rows: usize,
     cols: usize,
     write: impl FnOnce(&mut MatrixMut<'_, Out>),

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use candle_comm::{Degrees, Mesh, launch};
 use candle_core::{DType, Result, bail};
-use candle_parallel::{Adapter, ParamStore, Pipeline, Schedule};
+use candle_parallel::{Adapter, ParamStore, Pipeline, Schedule, WeightFormat};
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_train_run::{
     GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, choice, real, whole,
@@ -73,6 +73,11 @@ pub(crate) struct Generate {
     /// Type of weights and activations
     #[arg(long, ignore_case = true, default_value = "f32", value_parser = choice::<DType>())]
     dtype: DType,
+    /// Form in which the model's weights are held; q8_0 and q4k take the least memory, of which a token reads all [default: --dtype]
+    ///
+    /// It is a number's type, or blocks of 8.5 (q8_0) or 4.5 bits a value (q4k); embedding and head are in bf16 then.
+    #[arg(long, ignore_case = true, value_name = "FORM", value_parser = choice::<WeightFormat>())]
+    base_dtype: Option<WeightFormat>,
     #[command(flatten, next_help_heading = "Ranks")]
     pub ranks: RankArgs,
 }
@@ -269,6 +274,10 @@ impl Generate {
         let store = ParamStore::from_pretrained(&model.dir)?;
         let store = match &model.adapter {
             Some(dir) => store.with_adapter(Adapter::open(dir)?)?,
+            None => store.freeze(|_| true),
+        };
+        let store = match self.base_dtype {
+            Some(format) => store.with_frozen_format(format),
             None => store,
         };
         if mesh.world.rank() == 0

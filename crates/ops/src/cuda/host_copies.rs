@@ -165,7 +165,7 @@ impl CopyStreams {
         if len == buffer.len && len > 0 {
             self.up.memcpy_htod(host, &mut slice).w()?;
         } else if len > 0 {
-            // The host waits for the last store, which is long over: a part is fetched of what is used, and not of what is updated.
+            // The host waits for the last copy of the whole, if that is not over: the store of an update, before the first part is used.
             self.up
                 .memcpy_htod(&host.as_slice().w()?[part], &mut slice)
                 .w()?;

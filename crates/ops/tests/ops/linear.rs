@@ -3,10 +3,12 @@
 use crate::check::{
     assert_close, device, doubles, grads, on_each_device, random, random_var, rounding_error,
 };
-use candle_core::{Result, Tensor, Var};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
-    linear, linear_bias_grad, linear_bias_grad_into, linear_forward, linear_forward_add,
-    linear_input_grad, linear_input_grad_sum, linear_weight_grad, linear_weight_grad_into,
+    HeldRows, linear, linear_bias_grad, linear_bias_grad_into, linear_forward, linear_forward_add,
+    linear_input_grad, linear_input_grad_sum, linear_of_few_rows, linear_weight_grad,
+    linear_weight_grad_into,
 };
 
 /// `a (m, k)` times `b (k, n)`.
@@ -199,4 +201,89 @@ fn reads_views_that_are_not_contiguous() -> Result<()> {
         assert_close("y", &linear_forward(&x, &w, None)?, &doubles(&want)?, 0.0);
         Ok(())
     })
+}
+
+/// The values that rows hold, of weights that are held in each form.
+fn held(weight: &Tensor, form: HeldRows) -> Result<(Tensor, Tensor)> {
+    let blocks = match form {
+        HeldRows::Floats => {
+            let held = weight.to_dtype(DType::BF16)?;
+            return Ok((held.clone(), held.to_dtype(DType::F32)?));
+        }
+        HeldRows::Q8_0 => GgmlDType::Q8_0,
+        HeldRows::Q4K => GgmlDType::Q4K,
+    };
+    let packed = QTensor::quantize(weight, blocks)?;
+    let bytes = packed.data()?.into_owned();
+    let rows = weight.dim(0)?;
+    let shape = (rows, bytes.len() / rows.max(1));
+    let held = Tensor::from_vec(bytes, shape, &Device::Cpu)?;
+    Ok((held, packed.dequantize(&Device::Cpu)?))
+}
+
+#[test]
+fn few_rows_are_multiplied_with_what_weights_hold_and_each_alone() -> Result<()> {
+    for form in [HeldRows::Floats, HeldRows::Q8_0, HeldRows::Q4K] {
+        for (num_in, num_out) in [(256, 1), (512, 7), (1792, 300)] {
+            let weight = Tensor::randn(0f32, 1.0, (num_out, num_in), &Device::Cpu)?;
+            let (held, values) = held(&weight, form)?;
+            let xs = Tensor::randn(0f32, 1.0, (2, 8, num_in), &Device::Cpu)?;
+            let bias = Tensor::randn(0f32, 1.0, num_out, &Device::Cpu)?;
+            let residual = Tensor::randn(0f32, 1.0, (2, 8, num_out), &Device::Cpu)?;
+            let product = |xs: &Tensor, bias, residual| -> Result<Tensor> {
+                let ys = linear_of_few_rows(xs, &held, form, bias, residual)?;
+                Ok(ys.expect("few rows"))
+            };
+            let [plain, with_bias, with_residual] = [
+                product(&xs, None, None)?,
+                product(&xs, Some(&bias), None)?,
+                product(&xs, None, Some(&residual))?,
+            ];
+            let all = product_in_f64(&xs, &values)?;
+            for (got, added) in [
+                (&with_bias, bias.broadcast_as((2, 8, num_out))?),
+                (&with_residual, residual.clone()),
+                (&plain, residual.zeros_like()?),
+            ] {
+                let want = (&all + added.to_dtype(DType::F64)?)?;
+                let off = (got.to_dtype(DType::F64)? - want)?.abs()?.flatten_all()?;
+                let off = off.max(0)?.to_scalar::<f64>()?;
+                assert!(
+                    off < 1e-6 * num_in as f64,
+                    "{form:?} {num_in} {num_out}: {off}"
+                );
+            }
+            for row in [0, 5] {
+                let alone = product(&xs.get(1)?.narrow(0, row, 1)?, None, None)?;
+                let beside = plain.get(1)?.narrow(0, row, 1)?;
+                assert_eq!(alone.to_vec2::<f32>()?, beside.to_vec2::<f32>()?);
+            }
+            let narrow = xs.to_dtype(DType::BF16)?;
+            let got = product(&narrow, None, None)?;
+            let want = product(&narrow.to_dtype(DType::F32)?, None, None)?;
+            let want = want.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
+            let got = got.to_dtype(DType::F32)?;
+            let flat = |ys: Tensor| ys.flatten_all()?.to_vec1::<f32>();
+            assert_eq!(flat(got)?, flat(want)?);
+            let many = Tensor::zeros((17, num_in), DType::F32, &Device::Cpu)?;
+            assert!(linear_of_few_rows(&many, &held, form, None, None)?.is_none());
+            let both = linear_of_few_rows(&xs, &held, form, Some(&bias), Some(&residual));
+            assert!(both.unwrap_err().to_string().contains("bias ("));
+        }
+    }
+    let bytes = Tensor::zeros((3, 33), DType::U8, &Device::Cpu)?;
+    let xs = Tensor::zeros((1, 32), DType::F32, &Device::Cpu)?;
+    let cut = linear_of_few_rows(&xs, &bytes, HeldRows::Q8_0, None, None);
+    assert!(
+        cut.unwrap_err()
+            .to_string()
+            .contains("34 for each 32 values")
+    );
+    Ok(())
+}
+
+/// `xs W^T` in f64.
+fn product_in_f64(xs: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    let weight = weight.to_dtype(DType::F64)?.t()?;
+    xs.to_dtype(DType::F64)?.broadcast_matmul(&weight)
 }

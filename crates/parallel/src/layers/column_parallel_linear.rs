@@ -4,7 +4,7 @@
 use candle_comm::Pending;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::Init;
-use candle_ops::{linear_bias_grad_into, linear_forward, linear_weight_grad_into};
+use candle_ops::{linear_bias_grad_into, linear_weight_grad_into};
 
 use super::input_grad::input_grad;
 use super::layer::Layer;
@@ -235,11 +235,7 @@ impl ColumnParallelLinear {
     /// The output for an input inside the region.
     fn product(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
         let bias = self.bias.as_ref().map(Tensor::detach);
-        let ys = self.weight.concat(|rows, tile| {
-            let bias = bias.as_ref();
-            let bias = bias.map(|bias| bias.narrow(0, rows.start, rows.len()));
-            linear_forward(xs, tile, bias.transpose()?.as_ref())
-        })?;
+        let ys = self.weight.linear(xs, bias.as_ref(), None)?;
         match &self.low_rank {
             None => Ok(ys),
             Some(adapter) => adapter.forward_add(&ys, xs, pass),

@@ -1,9 +1,9 @@
 //! A linear layer whose input features are divided over tensor-parallel ranks: Y = Σ_r X_r · W_rᵀ + b
 //! (arXiv:1909.08053, section 3).
 
-use candle_core::{D, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_nn::Init;
-use candle_ops::{linear_forward, linear_forward_add, linear_weight_grad_into};
+use candle_ops::linear_weight_grad_into;
 
 use super::column_parallel_linear::{kept, put_bias_grad};
 use super::input_grad::input_grad;
@@ -137,19 +137,8 @@ impl RowParallelLinear {
         let bias = self.bias.as_ref().filter(|_| is_first);
         let after = residual.filter(|_| self.region.divides_rows());
         let residual = residual.filter(|_| is_first && after.is_none());
-        let partial = self.weight.concat(|rows, tile| {
-            let bias = bias.map(|bias| bias.detach().narrow(0, rows.start, rows.len()));
-            let bias = bias.transpose()?;
-            let Some(residual) = residual else {
-                return linear_forward(xs, tile, bias.as_ref());
-            };
-            let residual = residual.narrow(D::Minus1, rows.start, rows.len())?;
-            let sum = linear_forward_add(&residual.contiguous()?, xs, tile)?;
-            match bias {
-                None => Ok(sum),
-                Some(bias) => sum.broadcast_add(&bias),
-            }
-        })?;
+        let bias = bias.map(Tensor::detach);
+        let partial = self.weight.linear(xs, bias.as_ref(), residual)?;
         let partial = match &self.low_rank {
             None => partial,
             Some(adapter) => adapter.forward_add(&partial, xs, pass)?,

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{D, DType, Result, Tensor};
+use candle_ops::{linear_forward, linear_forward_add, linear_of_few_rows};
 
 use super::sharded_weights::ShardedWeights;
 use super::weight_format::Packing;
@@ -20,11 +21,11 @@ pub struct TiledWeight {
     divided: Option<Divided>,
 }
 
-/// Where the tiles of a weight come from if replicas divide it.
+/// Where the tiles of a weight come from if replicas divide it, or it is offloaded.
 #[derive(Clone)]
 struct Divided {
     name: String,
-    /// Empty until the model is built, and if replicas do not divide weights.
+    /// Empty until the model is built, and if all weights are here.
     weights: Arc<OnceLock<ShardedWeights>>,
 }
 
@@ -75,7 +76,7 @@ impl TiledWeight {
         packing.map_or(self.whole.dtype(), Packing::dtype)
     }
 
-    /// Whether it comes tile by tile, from the replicas that divide it or out of the form in which it is held.
+    /// Whether it comes tile by tile, from the replicas that divide it, from where it is offloaded to, or out of the form in which it is held.
     pub fn is_tiled(&self) -> bool {
         self.tiled().is_some() || self.packing.is_some()
     }
@@ -94,7 +95,7 @@ impl TiledWeight {
     }
 
     /// Calls `use_tile` with each tile and its rows, in order. A tile is freed when the call has returned, and the next one is
-    /// on its way meanwhile if communication overlaps. With ZeRO-3 all replicas must call it, for the same weights in the same order.
+    /// on its way meanwhile if communication overlaps; between ranks that offload weights it has been fetched before. With ZeRO-3 all replicas must call it, for the same weights in the same order.
     ///
     /// # Errors
     /// What `use_tile` returns, and failures of ranks.
@@ -132,17 +133,63 @@ impl TiledWeight {
         Ok(())
     }
 
-    /// The outputs (.., rows) that `product` gives for the tiles, as one tensor (.., all rows).
+    /// `xs W^T + bias`, rounded once, or `residual + xs W^T` rounded once, then `bias` added.
+    ///
+    /// # Shapes
+    /// `xs (.., in)`, the weight (out, in), `bias (out)`, `residual (.., out)` -> `(.., out)`; one type.
     ///
     /// # Errors
-    /// As [`Self::for_each_tile`].
-    pub fn concat(
+    /// Shapes or types that do not fit, and as [`Self::for_each_tile`].
+    pub fn linear(
         &self,
-        mut product: impl FnMut(Range<usize>, &Tensor) -> Result<Tensor>,
+        xs: &Tensor,
+        bias: Option<&Tensor>,
+        residual: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let (bias, bias_after) = match residual {
+            Some(_) => (None, bias),
+            None => (bias, None),
+        };
+        let ys = match self.few_rows(xs, bias, residual)? {
+            Some(ys) => ys,
+            None => self.by_tiles(xs, bias, residual)?,
+        };
+        match bias_after {
+            Some(bias) => ys.broadcast_add(bias),
+            None => Ok(ys),
+        }
+    }
+
+    /// The product of few rows with a weight that is here and packed, which need not be unpacked for them.
+    fn few_rows(
+        &self,
+        xs: &Tensor,
+        bias: Option<&Tensor>,
+        residual: Option<&Tensor>,
+    ) -> Result<Option<Tensor>> {
+        let packing = self.packing.as_ref().filter(|_| self.tiled().is_none());
+        let of_packed =
+            |packing: &Packing| linear_of_few_rows(xs, &self.whole, packing.rows(), bias, residual);
+        packing.map_or(Ok(None), of_packed)
+    }
+
+    fn by_tiles(
+        &self,
+        xs: &Tensor,
+        bias: Option<&Tensor>,
+        residual: Option<&Tensor>,
     ) -> Result<Tensor> {
         let mut parts = Vec::new();
         self.for_each_tile(|rows, tile| {
-            parts.push(product(rows, tile)?);
+            let (first, len) = (rows.start, rows.len());
+            let bias = bias.map(|bias| bias.narrow(0, first, len)).transpose()?;
+            parts.push(match residual {
+                None => linear_forward(xs, tile, bias.as_ref())?,
+                Some(residual) => {
+                    let residual = residual.narrow(D::Minus1, first, len)?;
+                    linear_forward_add(&residual.contiguous()?, xs, tile)?
+                }
+            });
             Ok(())
         })?;
         match parts.as_slice() {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{CpuStorage, DType, Device, Result, Tensor, bail};
-use candle_ops::round_into;
+use candle_ops::{HeldRows, round_into};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -183,6 +183,15 @@ impl Packing {
     /// Whether what is held are numbers, only of another type.
     pub fn is_float(&self) -> bool {
         matches!(self.form, Form::Floats(_))
+    }
+
+    /// How its rows lie in what is held.
+    pub fn rows(&self) -> HeldRows {
+        match self.form {
+            Form::Floats(_) => HeldRows::Floats,
+            Form::Blocks(GgmlDType::Q4K) => HeldRows::Q4K,
+            Form::Blocks(_) => HeldRows::Q8_0,
+        }
     }
 
     /// Rows to be unpacked at a time.
