@@ -217,9 +217,7 @@ fn run(args: &mut Args) -> Result<()> {
     let num_micro_batches = batch_config
         .global_batch_size
         .div_ceil(micro_batches.max(1));
-    let on_gpus = ranks.devices.iter().any(|device| !device.is_cpu());
-    args.layout
-        .fill_schedule(&config, num_micro_batches, on_gpus);
+    args.layout.fill_schedule(&config, num_micro_batches);
     args.layout
         .check_model(&config, &batch_config, args.seq_len)?;
     if args.threads > MAX_THREADS {

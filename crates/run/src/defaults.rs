@@ -128,10 +128,12 @@ impl TrainingArgs {
             .batches
             .global_batch_size()
             .div_ceil((self.batches.micro_batch_size).saturating_mul(self.layout.degrees().dp));
-        if (self.layout).fill_schedule(config, num_micro_batches, on_gpus) {
+        // A worker of servers cannot send the gradients of several stages.
+        let has_servers = self.strategy.num_servers() > 0;
+        if !has_servers && (self.layout).fill_schedule(config, num_micro_batches) {
             let pipeline = &self.layout.pipeline;
             let (schedule, stages) = (pipeline.order.schedule(), pipeline.order.virtual_stages);
-            let reason = "a step reads offloaded weights twice, however many micro-batches it has";
+            let reason = "a step reads weights in files twice, however many micro-batches it has";
             taken.push(Taken::new("--schedule", schedule.name(), reason));
             let of_each = "a block to a stage";
             let stages = stages.unwrap_or_default();

@@ -16,6 +16,7 @@ impl TrainingArgs {
         let is_alone = dp * cp == 1 && self.strategy.num_servers() == 0;
         let on_cpus = run.devices.iter().all(Device::is_cpu);
         let (layout, ranks, default) = (&self.layout, &self.ranks, Self::default());
+        let comes_by_tiles = layout.tile_linears > 1 && layout.offload().params;
         let (pipeline, context) = (&layout.pipeline, &layout.context);
         let (no_pipeline, no_context) = (default.layout.pipeline, default.layout.context);
         let with = |is_changed: bool, text: String| is_changed.then_some(text);
@@ -34,7 +35,7 @@ impl TrainingArgs {
                 },
             ),
             (
-                is_alone,
+                is_alone && !comes_by_tiles,
                 with(layout.no_overlap, "--no-overlap".to_string()),
                 "one replica",
             ),

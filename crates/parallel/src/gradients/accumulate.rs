@@ -184,6 +184,11 @@ impl Gradients {
         self.loss_scale
     }
 
+    /// Whether what is written of a bucket is to be whole after one half of a backward pass, as it is divided or goes away then.
+    pub(crate) fn come_once(&self) -> bool {
+        self.params.groups().shards_gradients() || self.sums.is_away()
+    }
+
     /// Adds `grad` to the gradient of parameter `index`, in f32. candle's graph gives gradients in the type of the parameter,
     /// so rounded once a micro-batch if that has 16 bits; what a [`crate::Layer`] writes is never rounded.
     ///

@@ -5,7 +5,7 @@
 //! up        fetches 2           fetches 3           fetches 4
 //! down      stores 0            stores 1            stores 2
 //! ```
-//! The host waits for none of it.
+//! The host waits for none of it, but before it fetches a part of an item for the last copy of all of it.
 
 use std::collections::HashMap;
 use std::ops::Range;

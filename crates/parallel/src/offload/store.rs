@@ -50,6 +50,13 @@ pub(crate) struct OffloadStore {
     category: MemoryCategory,
     meter: MemoryMeter,
     held: Mutex<Vec<MemoryGuard>>,
+    views: Mutex<Vec<View>>,
+}
+
+/// A part of an item that is an item, too.
+struct View {
+    of: usize,
+    item: usize,
 }
 
 enum Place {
@@ -75,6 +82,7 @@ impl OffloadStore {
         let items = 0..kept.items.len();
         let num_bytes = items.map(|index| kept.num_bytes(index)).sum();
         Ok(Some(Self {
+            views: Mutex::default(),
             held: Mutex::new(vec![meter.hold(category, num_bytes)]),
             category,
             meter: meter.clone(),
@@ -103,13 +111,16 @@ impl OffloadStore {
         Ok(index)
     }
 
-    /// The values `part` of an item of one tensor, as an item that is fetched and never stored: what it gives is what the other had when that was
-    /// asked for.
+    /// The values `part` of an item of one tensor, as an item that is fetched and never stored.
     pub fn view(&self, index: usize, part: Range<usize>) -> usize {
-        match &self.place {
+        let item = match &self.place {
             Place::Host(host) => host.view(index, part),
             Place::File(file) => file.view(index, part),
-        }
+        };
+        let view = View { of: index, item };
+        let mut views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
+        views.push(view);
+        item
     }
 
     /// Has an item be of tensors of these lengths and types from now on, which take no more than those it was added for; it is to be stored before
@@ -153,6 +164,9 @@ impl OffloadStore {
 
     /// Writes an item back, after the return.
     pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
+        let views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut views = views.iter().filter(|view| view.of == index);
+        views.try_for_each(|view| self.forget(view.item))?;
         match &self.place {
             Place::Host(host) => host.store(index, item),
             Place::File(file) => file.store(index, item),

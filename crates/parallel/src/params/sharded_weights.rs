@@ -294,11 +294,13 @@ impl ShardedWeights {
         let values = start_gather_range(
             &tile.values,
             &bucket.slices,
-            own,
+            &own,
             &self.tiles,
             bucket.is_quantized,
         )?;
-        let bytes = values.num_bytes();
+        // What was fetched is there until it is sent.
+        let fetched = self.away.as_ref().map_or(0, |_| num_bytes(own.values));
+        let bytes = values.num_bytes() + fetched;
         Ok(ComingTile::Gathered(TileGather {
             on_the_way: bucket.meter.hold(MemoryCategory::Gathered, bytes),
             meter: bucket.meter.clone(),

@@ -21,7 +21,7 @@ pub(crate) fn gather_range(
 ) -> Result<Tensor> {
     let start = slices.get(dp.rank()).map_or(0, |slice| slice.start);
     let own = OwnPart { values: own, start };
-    start_gather_range(range, slices, own, dp, false)?.wait()
+    start_gather_range(range, slices, &own, dp, false)?.wait()
 }
 
 /// Pieces of a range on their way.
@@ -43,11 +43,11 @@ pub(crate) struct OwnPart<'a> {
 pub(crate) fn start_gather_range(
     range: &Range<usize>,
     slices: &[Range<usize>],
-    own: OwnPart<'_>,
+    own: &OwnPart<'_>,
     dp: &ProcessGroup,
     is_quantized: bool,
 ) -> Result<GatheredRange> {
-    let OwnPart { values: own, start } = own;
+    let &OwnPart { values: own, start } = own;
     let (mut pieces, mut received_with) = (Vec::new(), 0);
     for (root, slice) in slices.iter().enumerate() {
         let piece = intersect(range, slice);

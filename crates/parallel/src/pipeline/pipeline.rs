@@ -189,7 +189,7 @@ impl Pipeline {
         let passes = micro_batches.iter();
         let passes = passes.map(|pass| pass.training(scale, step, seed).cut(&self.cp));
         let passes: Vec<Pass> = passes.collect::<Result<_>>()?;
-        let half = BackwardHalf::Input(plan.early(part.params().groups().shards_gradients()));
+        let half = BackwardHalf::Input(plan.early(gradients.come_once()));
         let mut units = Units::new(self, part, &passes, half)?;
         self.by_stopwatch(ALL_PASSES, || {
             let mut instructions = self.instructions(part, &plan).into_iter();

@@ -125,8 +125,9 @@ impl Plan {
 
     /// Which gradients of weights an input half computes. Where input halves come in another order than weight halves, gradients would be
     /// added in another order, too; replicas that add them up after each micro-batch, as those do that divide them, would have those of later ones among them.
-    pub(crate) fn early(&self, divides_gradients: bool) -> Early {
-        let is_early = self.keeps_order && !divides_gradients;
+    /// And sums that are away would come for each half. So of such gradients, which `come_once`, none is early.
+    pub(crate) fn early(&self, come_once: bool) -> Early {
+        let is_early = self.keeps_order && !come_once;
         Early {
             finished: is_early,
             large: is_early && self.holds_little,

@@ -18,7 +18,7 @@ use crate::args::choices::{
 };
 use crate::args::context::ContextArgs;
 use crate::args::number::whole;
-use crate::args::pipeline::{PipelineArgs, StageLayers};
+use crate::args::pipeline::{PipelineArgs, ScheduleArgs, StageLayers};
 use crate::args::text::some_text;
 use crate::flags::default_of;
 
@@ -146,37 +146,39 @@ impl LayoutArgs {
         offload
     }
 
-    /// Takes the order that reads offloaded weights once a pass for all micro-batches, where flags leave it open and it holds no more for more
-    /// micro-batches: whether it did.
-    pub fn fill_schedule(
-        &mut self,
-        config: &ModelConfig,
-        num_micro_batches: usize,
-        on_gpus: bool,
-    ) -> bool {
+    /// Takes the order in which a step reads weights in files twice, however many micro-batches it has, where flags leave it open: a block to a stage, through which
+    /// all micro-batches go before the next one. Whether it did.
+    ///
+    /// Weights that stages share keep the order of their sums, so the bits are the same; and tiles would be read for each micro-batch all the same.
+    pub fn fill_schedule(&mut self, config: &ModelConfig, num_micro_batches: usize) -> bool {
         let offload = self.offload();
-        let leave = on_gpus || !offload.dirs.is_empty();
-        let leave = leave && offload.params && offload.activations;
+        let leave = offload.params && offload.activations && !offload.dirs.is_empty();
         let is_full = matches!(self.recompute, RecomputeChoice::Full);
-        // A block to a stage, the embedding and the head too, which stages of two would read anew for each micro-batch.
-        let num_layers = config.num_hidden_layers;
-        let num_stages = (num_layers + 2) / self.pp * self.pp;
-        let inner = num_stages.saturating_sub(2);
-        let pipeline = &mut self.pipeline;
-        let is_open = pipeline.order.schedule.is_none()
-            && pipeline.order.virtual_stages.is_none()
-            && pipeline.pipeline_layout == StageLayers::Auto;
-        let takes_it = leave && is_full && is_open && num_micro_batches > 1 && inner > 0;
-        if takes_it {
-            pipeline.order.schedule = Some(Schedule::GPipe);
-            pipeline.order.virtual_stages = Some(num_stages / self.pp);
-            let of_stage =
-                |stage: usize| num_layers / inner + usize::from(stage < num_layers % inner);
-            let layers = (0..inner).map(of_stage);
-            let layers = [0].into_iter().chain(layers).chain([0]);
-            pipeline.pipeline_layout = StageLayers::Given(layers.collect());
+        let is_open = self.pipeline.order.schedule.is_none()
+            && self.pipeline.order.virtual_stages.is_none()
+            && self.pipeline.pipeline_layout == StageLayers::Auto;
+        // A block to a stage, the embedding and the head too: those of two would be read anew for each micro-batch.
+        let num_stages = config.num_hidden_layers + 2;
+        let is_even = num_stages.checked_rem(self.pp) == Some(0);
+        let is_whole = !config.tie_word_embeddings && self.tile_linears == 1;
+        if !(leave && is_full && is_open && is_even && is_whole && num_micro_batches > 1) {
+            return false;
         }
-        takes_it
+        let layers = (0..num_stages).map(|stage| usize::from((1..num_stages - 1).contains(&stage)));
+        let pipeline = PipelineArgs {
+            order: ScheduleArgs {
+                schedule: Some(Schedule::GPipe),
+                virtual_stages: Some(num_stages / self.pp),
+            },
+            pipeline_layout: StageLayers::Given(layers.collect()),
+            ..self.pipeline.clone()
+        };
+        // A schedule may be too large to be written down.
+        let plan = pipeline.plan(self.pp, config, 1, num_micro_batches);
+        if plan.is_ok() {
+            self.pipeline = pipeline;
+        }
+        plan.is_ok()
     }
 
     /// An error if the flags about what is offloaded contradict each other.

@@ -246,9 +246,9 @@ fn a_value_of_the_library_that_no_flag_takes_is_named() {
     assert!(refused.contains("f32, bf16, f16"), "{refused}");
 }
 
-/// Of these flags on two ranks the order of micro-batches and the layers of stages.
-fn order_of(flags: &str) -> String {
-    let spec = run(flags).unwrap().spec(&config(), 2).unwrap();
+/// Of these flags the order of micro-batches and the layers of stages.
+fn order_of(flags: &str, config: &ModelConfig) -> String {
+    let spec = run(flags).unwrap().spec(config, 1).unwrap();
     spec.check().unwrap();
     let pipeline = &spec.training().layout.pipeline;
     let stages = &pipeline.order.virtual_stages;
@@ -261,21 +261,30 @@ fn offloaded_weights_are_read_once_a_pass_where_flags_leave_the_order_open() {
     let dir = tempdir().unwrap();
     let files = format!("offload-dir = [{:?}]\nglobal-batch-size = 8", dir.path());
     let all = format!("offload = 'all'\nrecompute = 'full'\n{files}");
-    assert_eq!(order_of(&all), "gpipe Some(6) 0,1,1,1,1,0");
+    let config = config();
+    assert_eq!(order_of(&all, &config), "gpipe Some(6) 0,1,1,1,1,0");
     assert_eq!(
-        order_of(&format!("pp = 2\n{all}")),
+        order_of(&format!("pp = 2\n{all}"), &config),
         "gpipe Some(3) 0,1,1,1,1,0"
     );
     for open in [
         format!("schedule = '1f1b'\n{all}"),
-        format!("micro-batch-size = 4\n{all}"),
+        format!("micro-batch-size = 8\n{all}"),
         format!("offload = 'all'\n{files}"),
         format!("offload = 'params,gradients'\nrecompute = 'full'\n{files}"),
+        // Stages of several blocks, and tiles, are read for each micro-batch.
+        format!("pp = 4\n{all}"),
+        format!("tile-linears = 2\n{all}"),
+        format!("strategy = 'parameter-server'\nservers = 1\n{all}"),
         // In the host's memory, which is the device's.
         "offload = 'all'\nrecompute = 'full'\nglobal-batch-size = 8".to_string(),
     ] {
-        assert_eq!(order_of(&open), "1f1b None auto", "{open}");
+        assert_eq!(order_of(&open, &config), "1f1b None auto", "{open}");
     }
+    // Whose sums would be in another order.
+    let mut tied = config.clone();
+    tied.tie_word_embeddings = true;
+    assert_eq!(order_of(&all, &tied), "1f1b None auto");
     let given = format!("virtual-stages = 2\nschedule = 'gpipe'\n{all}");
-    assert_eq!(order_of(&given), "gpipe Some(2) auto");
+    assert_eq!(order_of(&given, &config), "gpipe Some(2) auto");
 }

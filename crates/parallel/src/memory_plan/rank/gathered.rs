@@ -152,9 +152,14 @@ impl<'a> PlannedRank<'a> {
             false => len * bucket.dtype.size_in_bytes(),
         });
         let values = range.len() * bucket.dtype.size_in_bytes();
+        // Between ranks, what comes from away is there until it is sent.
+        let sends = self.groups.offloads_weights && self.groups.shard.world_size() > 1;
+        let mut own = pieces.iter().filter(|_| sends);
+        let own = own.find(|(rank, _)| *rank == self.groups.shard.rank());
+        let fetched = own.map_or(0, |(_, len)| len * bucket.dtype.size_in_bytes());
         Tile {
             values,
-            on_the_way: values + received.sum::<usize>(),
+            on_the_way: values + received.sum::<usize>() + fetched,
             joined: if pieces.len() > 1 { values } else { 0 },
         }
     }

@@ -293,7 +293,7 @@ impl<'a> PlannedRank<'a> {
                 for block in trained.clone().rev() {
                     let next = block.checked_sub(1).filter(|next| trained.contains(next));
                     self.run(block, next.or(after), |rank| {
-                        let early = passes.plan.early(rank.groups.shards_gradients());
+                        let early = passes.plan.early(rank.gradients_come_once());
                         // None of the gradients of what is computed again waits.
                         let is_again = passes.recompute_of(block) == Recompute::Full;
                         if is_whole || early.large && is_again {
@@ -372,9 +372,13 @@ impl<'a> PlannedRank<'a> {
         }
     }
 
+    fn gradients_come_once(&self) -> bool {
+        self.groups.shards_gradients() || self.sums.is_some()
+    }
+
     /// What waits for the weight half of a block.
     fn waiting_bytes(&self, passes: &PlannedPasses<'_>, block: usize) -> usize {
-        let early = passes.plan.early(self.groups.shards_gradients());
+        let early = passes.plan.early(self.gradients_come_once());
         passes.waiting_bytes(block, early.large, !self.groups.shards_weights())
     }
 
