@@ -8,8 +8,12 @@
 //! With `--rows N` it prints the forward pass of N rows, as a model that generates has, in GB/s of weights that are read, each a row's share of
 //! which is that of a plain sum over as many bytes; weights take turns, so that none is in a cache.
 
+use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
-use candle_ops::{MatmulPrecision, linear_forward, linear_input_grad, linear_weight_grad_into};
+use candle_ops::{
+    HeldRows, MatmulPrecision, linear_forward, linear_input_grad, linear_of_few_rows,
+    linear_weight_grad_into,
+};
 use rayon::prelude::*;
 use std::hint::black_box;
 use std::io::{BufRead, BufReader, Write};
@@ -166,29 +170,46 @@ fn bench_few_rows(rows: usize, turns: usize) -> Result<()> {
     println!(
         "| product, rows x in x out | weights | GB/s | of the plain sum | ms |\n|---|---|---|---|---|"
     );
-    for form in [DType::F32, DType::BF16, DType::F16] {
+    let floats = [DType::F32, DType::BF16, DType::F16].map(|dtype| (dtype, None));
+    let blocks = [
+        (HeldRows::Q8_0, GgmlDType::Q8_0),
+        (HeldRows::Q4K, GgmlDType::Q4K),
+    ];
+    let blocks = blocks.map(|blocks| (DType::BF16, Some(blocks)));
+    for (dtype, blocks) in floats.into_iter().chain(blocks) {
+        let form = match blocks {
+            Some((form, _)) => format!("{form:?}").to_lowercase(),
+            None => dtype.as_str().to_string(),
+        };
         let (mut all_bytes, mut all_secs) = (0.0, 0.0);
         for Linear { name, sizes, count } in &LARGE {
             let [_, num_in, num_out] = *sizes;
-            let bytes = num_in * num_out * form.size_in_bytes();
-            let weight = |_| {
-                let values = Tensor::randn(0f32, 1.0, (num_out, num_in), &Device::Cpu)?;
-                values.to_dtype(form)
+            let values = Tensor::randn(0f32, 1.0, (num_out, num_in), &Device::Cpu)?;
+            let first = match blocks {
+                None => values.to_dtype(dtype)?,
+                Some((_, blocks)) => {
+                    let bytes = QTensor::quantize(&values, blocks)?.data()?.into_owned();
+                    let shape = (num_out, bytes.len() / num_out);
+                    Tensor::from_vec(bytes, shape, &Device::Cpu)?
+                }
             };
-            let first = weight(0)?;
+            let bytes = first.elem_count() * first.dtype().size_in_bytes();
             let copies = (1..BYTES.div_ceil(bytes)).map(|_| first.copy());
             let weights = copies
                 .chain([Ok(first.clone())])
                 .collect::<Result<Vec<_>>>()?;
-            let xs = Tensor::randn(0f32, 1.0, (rows, num_in), &Device::Cpu)?.to_dtype(form)?;
+            let xs = Tensor::randn(0f32, 1.0, (rows, num_in), &Device::Cpu)?.to_dtype(dtype)?;
             let run = || {
                 weights.iter().try_for_each(|weight| {
-                    drop(black_box(linear_forward(&xs, weight, None)?));
+                    let ys = match blocks {
+                        None => Some(linear_forward(&xs, weight, None)?),
+                        Some((form, _)) => linear_of_few_rows(&xs, weight, form, None, None)?,
+                    };
+                    drop(black_box(ys));
                     Ok(())
                 })
             };
             let secs = fewest_secs(turns, run)? / weights.len() as f64;
-            let form = form.as_str();
             let speed = bytes as f64 / secs / 1e9;
             println!(
                 "| {name}: {rows} x {num_in} x {num_out} | {form} | {speed:.1} | {:.2} | {:.3} |",
@@ -200,8 +221,7 @@ fn bench_few_rows(rows: usize, turns: usize) -> Result<()> {
         }
         let speed = all_bytes / all_secs / 1e9;
         println!(
-            "| **all of a model** | {} | {speed:.1} | **{:.2}** | {:.1} |",
-            form.as_str(),
+            "| **all of a model** | {form} | {speed:.1} | **{:.2}** | {:.1} |",
             speed / plain,
             all_secs * 1e3
         );

@@ -30,11 +30,12 @@ const TASK_BYTES: usize = 1 << 17;
 pub(crate) trait WeightRows: Sync {
     fn row_bytes(&self) -> usize;
 
-    /// Adds to the sums of each of [`COLS_AT_ONCE`] rows at most from the first of `place` on the products of its values from the second on, a
-    /// multiple of [`SEGMENT`], with `R` rows of as many.
+    /// Adds to the sums of each of [`COLS_AT_ONCE`] rows at most from `first` on the products of its values from `start` on, a multiple of
+    /// [`SEGMENT`], with `R` rows of as many.
     fn add_dots<const R: usize>(
         &self,
-        place: (usize, usize),
+        first: usize,
+        start: usize,
         xs: [&[f32]; R],
         sums: &mut [[f32; R]],
     );
@@ -111,7 +112,8 @@ impl<T: Element> WeightRows for Floats<'_, T> {
 
     fn add_dots<const R: usize>(
         &self,
-        (first, start): (usize, usize),
+        first: usize,
+        start: usize,
         xs: [&[f32]; R],
         sums: &mut [[f32; R]],
     ) {
@@ -239,10 +241,14 @@ pub(crate) fn few_rows<W: WeightRows>(
     let task = |(i, sums): (usize, &mut [f32])| {
         for (xs, weight) in pairs {
             for start in (0..xs.len).step_by(SEGMENT) {
-                let places = start..(start + SEGMENT).min(xs.len);
+                let segment = Segment {
+                    weight,
+                    xs,
+                    places: start..(start + SEGMENT).min(xs.len),
+                    rows,
+                };
                 for (group, sums) in sums.chunks_mut(COLS_AT_ONCE * rows).enumerate() {
-                    let col = i * cols_of_task + group * COLS_AT_ONCE;
-                    add_group(weight, col, xs, &places, rows, sums);
+                    segment.add_group(i * cols_of_task + group * COLS_AT_ONCE, sums);
                 }
             }
         }
@@ -261,44 +267,42 @@ pub(crate) fn few_rows<W: WeightRows>(
     (0..rows).flat_map(of_row).copied().collect()
 }
 
-/// Adds the products of these values of all rows of `xs` and of a few rows of a matrix from `col` on.
-fn add_group<W: WeightRows>(
-    weight: &W,
-    col: usize,
-    xs: &RowsOfF32,
-    places: &Range<usize>,
+/// Some values of all rows of both matrices.
+struct Segment<'a, W> {
+    weight: &'a W,
+    xs: &'a RowsOfF32,
+    places: Range<usize>,
+    /// Rows of `xs`.
     rows: usize,
-    sums: &mut [f32],
-) {
-    let mut first = 0;
-    while first < rows {
-        first += match rows - first {
-            1 => add_rows::<1, W>(weight, col, xs, places, (rows, first), sums),
-            2 | 3 => add_rows::<2, W>(weight, col, xs, places, (rows, first), sums),
-            _ => add_rows::<ROWS_AT_ONCE, W>(weight, col, xs, places, (rows, first), sums),
-        };
-    }
 }
 
-/// Adds those of `R` rows from `first` on; how many these are.
-fn add_rows<const R: usize, W: WeightRows>(
-    weight: &W,
-    col: usize,
-    xs: &RowsOfF32,
-    places: &Range<usize>,
-    (rows, first): (usize, usize),
-    sums: &mut [f32],
-) -> usize {
-    let xs = std::array::from_fn(|i| xs.values(first + i, places.clone()));
-    let mut dots = [[0f32; R]; COLS_AT_ONCE];
-    let cols = sums.len() / rows;
-    weight.add_dots::<R>((col, places.start), xs, &mut dots[..cols]);
-    for (sums, dots) in sums.chunks_mut(rows).zip(dots) {
-        for (sum, dot) in sums[first..].iter_mut().zip(dots) {
-            *sum += dot;
+impl<W: WeightRows> Segment<'_, W> {
+    /// Adds the products with a few rows of the weight from `col` on to the sums of all rows of each.
+    fn add_group(&self, col: usize, sums: &mut [f32]) {
+        let mut first = 0;
+        while first < self.rows {
+            first += match self.rows - first {
+                1 => self.add_rows::<1>(col, first, sums),
+                2 | 3 => self.add_rows::<2>(col, first, sums),
+                _ => self.add_rows::<ROWS_AT_ONCE>(col, first, sums),
+            };
         }
     }
-    R
+
+    /// Those of `R` rows from `first` on; how many these are.
+    fn add_rows<const R: usize>(&self, col: usize, first: usize, sums: &mut [f32]) -> usize {
+        let xs = std::array::from_fn(|i| self.xs.values(first + i, self.places.clone()));
+        let mut dots = [[0f32; R]; COLS_AT_ONCE];
+        let cols = sums.len() / self.rows;
+        let start = self.places.start;
+        (self.weight).add_dots::<R>(col, start, xs, &mut dots[..cols]);
+        for (sums, dots) in sums.chunks_mut(self.rows).zip(dots) {
+            for (sum, dot) in sums[first..].iter_mut().zip(dots) {
+                *sum += dot;
+            }
+        }
+        R
+    }
 }
 
 #[cfg(test)]
