@@ -135,19 +135,15 @@ impl RunSpec {
             "memory of the largest rank, expected at a time: {}",
             memory_in_words(memory.peak)
         ));
+        if self.kept_activations > 0 {
+            observers.note(format!(
+                "activations of a rank that stay in memory while there is room: {}, from half of what is left of it; the others go to files",
+                memory_in_words(self.kept_activations)
+            ));
+        }
         if !self.on_gpus {
-            let env = &ranks.env;
-            let degrees = self.degrees();
-            // Those of this machine; of workers of parameter servers nothing is known.
-            let (here, num_processes) = match env.world_size() {
-                1 => (0..degrees.world_size().unwrap_or(0), 1),
-                _ => {
-                    let first = env.rank() - env.local_rank().min(env.rank());
-                    let num_processes = env.local_world_size();
-                    (first..first + num_processes, num_processes)
-                }
-            };
-            let (peaks, least) = memory.of(here, degrees);
+            let (here, num_processes) = self.ranks_here(&ranks.env);
+            let (peaks, least) = memory.of(here, self.degrees());
             let warning = check_memory(peaks, least, num_processes)?;
             warning.iter().for_each(|warning| observers.warn(warning));
         }

@@ -51,12 +51,13 @@ impl DryRun {
         observers: &Observers,
     ) -> Result<Self> {
         let Opened {
-            spec,
             ranks,
             model,
             whole,
             ..
         } = opened;
+        let mut spec = opened.spec.clone();
+        spec.keep_activations(&ranks.env)?;
         let training = &spec.training;
         let steps = training.batches.steps;
         let save = training.output.hf_save(None, model.sidecars.clone());

@@ -226,6 +226,7 @@ impl<S: Start> Run<S> {
             num_ranks,
             on_gpus,
             samples: None,
+            kept_activations: 0,
         }
     }
 

@@ -2,15 +2,15 @@
 
 use std::ops::Range;
 
-use candle_comm::Degrees;
+use candle_comm::{Degrees, RankEnv};
 use candle_core::{Device, Result, bail};
 use candle_parallel::checkpoint::{CheckpointSaver, HfSave, SpaceNeed};
 use candle_parallel::{
-    AdamW, AdamWConfig, MemoryPlan, MemoryReport, ModelSpec, Optimizer, ParamStore, Parameters,
-    Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
+    AdamW, AdamWConfig, MemoryPlan, MemoryReport, ModelSpec, Offload, Optimizer, ParamStore,
+    Parameters, Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
-use candle_trainer::counted;
+use candle_trainer::{counted, memory_beside};
 
 use crate::args::data::DataArgs;
 use crate::args::lora::LoraArgs;
@@ -55,6 +55,8 @@ pub struct RunSpec {
     pub(crate) on_gpus: bool,
     /// Sequences of an epoch and tokens of the longest of them, when the data has been read.
     pub(crate) samples: Option<(usize, usize)>,
+    /// Bytes of a rank's activations that stay in memory, of those that go to files.
+    pub(crate) kept_activations: u64,
 }
 
 /// An error if flags contradict each other, whatever the model is.
@@ -216,12 +218,49 @@ impl RunSpec {
         };
         let work = PlannedWork {
             replicas: self.training.data_parallel(),
-            offload: &parts.offload(),
+            offload: &self.offload(),
             on_gpu: self.on_gpus,
             passes,
             update: Some(update),
         };
         MemoryPlan::new(rank, &work)
+    }
+
+    /// What a rank keeps away from its device.
+    pub(crate) fn offload(&self) -> Offload {
+        Offload {
+            kept_activations: self.kept_activations,
+            ..self.training.layout.offload()
+        }
+    }
+
+    /// Lets as many activations stay in memory, of those that would go to files, as have room in half of what the ranks of this machine are
+    /// expected to leave of it.
+    pub(crate) fn keep_activations(&mut self, env: &RankEnv) -> Result<()> {
+        let offload = self.training.layout.offload();
+        let go_to_files = offload.activations && !offload.dirs.is_empty() && !self.on_gpus;
+        if !go_to_files || self.training.strategy.num_servers() > 0 {
+            return Ok(());
+        }
+        let (here, num_processes) = self.ranks_here(env);
+        let num_ranks = here.len().max(1) as u64;
+        let memory = self.memory(&self.model()?)?;
+        let (peaks, _) = memory.of(here, self.degrees());
+        let left = memory_beside(peaks, num_processes).unwrap_or(0);
+        self.kept_activations = left / 2 / num_ranks;
+        Ok(())
+    }
+
+    /// The ranks on this machine, and the processes that they are in; of workers of parameter servers nothing is known.
+    pub(crate) fn ranks_here(&self, env: &RankEnv) -> (Range<usize>, usize) {
+        match env.world_size() {
+            1 => (0..self.degrees().world_size().unwrap_or(0), 1),
+            _ => {
+                let first = env.rank() - env.local_rank().min(env.rank());
+                let num_processes = env.local_world_size();
+                (first..first + num_processes, num_processes)
+            }
+        }
     }
 
     /// What all ranks of the model will hold. No replica holds more than the first one.

@@ -155,6 +155,7 @@ impl TrainingRun<'_> {
         let model = self.initial_weights.folder();
         let warning = (self.spec.lora).check(self.base_model.as_deref().zip(model))?;
         self.data.warnings.extend(warning);
+        self.spec.keep_activations(&self.ranks.env)?;
         let (training, data) = (&self.spec.training, &self.data);
         let vocab_size = self.spec.config.vocab_size;
         for samples in std::iter::once(&data.samples).chain(&data.eval_samples) {
@@ -480,7 +481,7 @@ impl TrainingRun<'_> {
         });
         let store = store
             .with_data_parallel(training.data_parallel())
-            .with_offload(training.layout.offload());
+            .with_offload(self.spec.offload());
         let vb = store.builder(training.layout.dtype(), mesh.world.device());
         let seq_len = training.batches.sequences.seq_len();
         let part = training

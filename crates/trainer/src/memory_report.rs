@@ -71,6 +71,13 @@ pub fn check_memory(peaks: u64, at_least: u64, num_processes: usize) -> Result<O
     }
 }
 
+/// What this machine, or this process's control group, leaves beside ranks that take so many bytes; `None` where nothing tells.
+pub fn memory_beside(peaks: u64, num_processes: usize) -> Option<u64> {
+    let memory = AvailableMemory::of_process()?;
+    let available = memory.for_processes(num_processes as u64);
+    Some(available.saturating_sub(peaks))
+}
+
 fn check_against(
     memory: &AvailableMemory,
     peaks: u64,
@@ -84,9 +91,7 @@ fn check_against(
             memory_in_words(memory.all)
         );
     }
-    // What the processes hold already is among what they need.
-    let own = memory.own.saturating_mul(num_processes);
-    let available = memory.left.saturating_add(own);
+    let available = memory.for_processes(num_processes);
     Ok((peaks > available).then(|| {
         format!(
             "this run is expected to need {} of this machine's memory, of which it can have {}\n{LESS_MEMORY_HINT}",

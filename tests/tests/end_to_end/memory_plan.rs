@@ -110,7 +110,7 @@ const FACTORS: [usize; 10] = [
     REPLICAS.len(),
     2,
     2,
-    5,
+    6,
     2,
     TRAINED.len() * 2,
 ];
@@ -122,7 +122,8 @@ struct Case {
     degrees: Degrees,
     replicas: DataParallel,
     recompute: Recompute,
-    /// What is where: all on the device; all on the host; the optimizer's state in a file; gradients in a file; all in a file.
+    /// What is where: all on the device; all on the host; the optimizer's state in a file; gradients in a file; all in a file; all
+    /// but some activations.
     offload: usize,
     is_tied: bool,
     trained: Trained,
@@ -170,7 +171,7 @@ impl Case {
         };
         let has_pipeline = pp > 1 || schedule == Schedule::OneForwardOneBackward;
         let ranks = case.degrees.world_size()?;
-        let comes = replicas.zero == ZeroStage::Three || offload == 4;
+        let comes = replicas.zero == ZeroStage::Three || offload >= 4;
         let exists = has_pipeline
             && (replicas.tile_linears == 1 || comes)
             && dp >= least_dp
@@ -235,6 +236,8 @@ impl Case {
             }
             .in_dir(dir.path()),
             _ => Offload {
+                // Two or four micro-batches' input of a layer, and a part of one.
+                kept_activations: (self.offload as u64 - 4) * 4 * 256 * (2 * SEQ_LEN as u64 + 1),
                 // So that layers are updated in parts.
                 update_values: 50_000,
                 ..Offload::all().in_dir(dir.path())

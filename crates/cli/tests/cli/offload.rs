@@ -75,6 +75,48 @@ fn a_run_goes_on_from_weights_in_files_to_weights_in_memory_and_back() {
 }
 
 #[test]
+fn inputs_stay_where_memory_is_left_and_the_plan_knows_it() {
+    let workspace = Workspace::new();
+    let dir = workspace.path("scratch");
+    fs::create_dir(&dir).unwrap();
+    let program = || {
+        let program = (workspace.finetune().flag("--steps", 2)).flag("--recompute", "full");
+        let program = program
+            .flag("--tp", 1)
+            .flag("--pp", 1)
+            .flag("--seq-len", 64);
+        let program = program.flag("--offload", "activations");
+        program.flag("--offload-dir", dir.display())
+    };
+    let activations = |said: &str, title: &str| {
+        let line = said
+            .lines()
+            .find_map(|line| Some(line.split_once(title)?.1));
+        let parts = line.expect("a line of each category").split(", ");
+        let of_all: Vec<String> = parts.map(str::to_string).collect();
+        assert!(
+            !of_all.iter().any(|part| part.starts_with("disk ")),
+            "{of_all:?}"
+        );
+        let of_activations = of_all
+            .iter()
+            .find_map(|part| part.strip_prefix("activations "));
+        let kib = of_activations.and_then(|bytes| bytes.strip_suffix(" KiB"));
+        kib.expect("KiB of activations").parse::<f64>().unwrap()
+    };
+    let dry = program().switch("--dry-run").succeeds().stdout;
+    assert!(
+        dry.contains("activations of a rank that stay in memory while there is room: "),
+        "{dry}"
+    );
+    // The machine of the test has room for all of these.
+    let expected = activations(&dry, "memory of the largest rank, expected: ");
+    let run = program().succeeds().stdout;
+    let held = activations(&run, "memory of the largest rank: ");
+    assert!((held / expected - 1.0).abs() < 0.02, "{held} {expected}");
+}
+
+#[test]
 fn every_family_trains_to_the_same_bits_on_layouts_of_all_kinds() {
     // A family, a layout, and what leaves the device.
     for (family, flags, list) in [

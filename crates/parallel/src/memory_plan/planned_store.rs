@@ -1,5 +1,7 @@
 //! Items that are on the device for their uses only: what of them is there.
 
+use std::collections::HashSet;
+
 use super::held::Held;
 use crate::memory::MemoryCategory;
 use crate::offload::{Lane, OffloadPlace};
@@ -124,7 +126,19 @@ impl PlannedSums {
 pub(super) struct PlannedWaiting {
     /// As what they count where they are.
     place: MemoryCategory,
+    /// Bytes on the device for those that stay there.
+    room: u64,
+    kept: HashSet<WaitingFor>,
     lanes: [PlannedLane; 2],
+}
+
+/// What an activation that waits is for.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct WaitingFor {
+    pub lane: Lane,
+    pub micro_batch: usize,
+    /// The block which it is the input of, or whose input it is the gradient of.
+    pub block: usize,
 }
 
 #[derive(Default)]
@@ -138,16 +152,24 @@ struct PlannedLane {
 const ON_DEVICE: usize = 2;
 
 impl PlannedWaiting {
-    /// None yet, at `place`; `None` if that is the device.
-    pub fn new(place: OffloadPlace<'_>) -> Option<Self> {
+    /// None yet, at `place` but for those that have `room` on the device; `None` if that is where all are.
+    pub fn new(place: OffloadPlace<'_>, room: u64) -> Option<Self> {
         Some(Self {
             place: place.category()?,
+            room,
+            kept: HashSet::new(),
             lanes: Default::default(),
         })
     }
 
-    pub fn put(&mut self, lane: Lane, bytes: usize, held: &mut Held) {
-        let in_lane = &mut self.lanes[lane as usize];
+    pub fn put(&mut self, what: WaitingFor, bytes: usize, held: &mut Held) {
+        if bytes as u64 <= self.room {
+            self.room -= bytes as u64;
+            self.kept.insert(what);
+            held.hold(MemoryCategory::Activations, bytes);
+            return;
+        }
+        let in_lane = &mut self.lanes[what.lane as usize];
         in_lane.num_waiting += 1;
         if in_lane.num_waiting <= ON_DEVICE {
             held.hold(MemoryCategory::Activations, bytes);
@@ -158,8 +180,13 @@ impl PlannedWaiting {
         }
     }
 
-    pub fn take(&mut self, lane: Lane, bytes: usize, held: &mut Held) {
-        let in_lane = &mut self.lanes[lane as usize];
+    pub fn take(&mut self, what: WaitingFor, bytes: usize, held: &mut Held) {
+        if self.kept.remove(&what) {
+            self.room += bytes as u64;
+            held.free(MemoryCategory::Activations, bytes);
+            return;
+        }
+        let in_lane = &mut self.lanes[what.lane as usize];
         if in_lane.num_waiting <= ON_DEVICE {
             held.free(MemoryCategory::Activations, bytes);
         }

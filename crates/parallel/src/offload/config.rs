@@ -27,6 +27,8 @@ pub struct Offload {
     /// Inputs of blocks that are [computed again](crate::Recompute::Full) and of the head, from their forward to their backward pass, and what a
     /// stage gave until the next one of its rank takes it.
     pub activations: bool,
+    /// Bytes of these activations that stay on the device all the same; what comes while they are there leaves.
+    pub kept_activations: u64,
     /// Folders of files, one for each rank, which vanish with its process; ranks take the folders in turn. Without any: the host's memory,
     /// which on the CPU is the device's.
     pub dirs: Vec<PathBuf>,
@@ -42,6 +44,7 @@ impl Default for Offload {
             params: false,
             gradients: false,
             activations: false,
+            kept_activations: 0,
             dirs: Vec::new(),
             update_values: 4 << 20,
         }
@@ -106,7 +109,7 @@ impl Offload {
         self.place(self.gradients, rank, on_gpu)
     }
 
-    /// Where a rank keeps activations.
+    /// Where a rank keeps activations, but for [`Self::kept_activations`].
     pub(crate) fn place_of_activations(&self, rank: usize, on_gpu: bool) -> OffloadPlace<'_> {
         self.place(self.activations, rank, on_gpu)
     }

@@ -7,7 +7,8 @@
 //! backward   .. uses 3              .. uses 2              .. uses 1
 //! thread                            reads 1                reads 0
 //! ```
-//! The last one that was given is not written before another one is: what is used at once never leaves.
+//! The last one that was given is not written before another one is: what is used at once never leaves. Nor do those that came while there
+//! was [room](crate::Offload::kept_activations) on the device.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,7 +20,7 @@ use super::store::{Fetched, Kept, OffloadStore};
 use crate::memory::{MemoryCategory, MemoryMeter};
 
 /// What waits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Lane {
     /// Activations, on the way of the forward passes and back.
     Activations,
@@ -31,6 +32,11 @@ pub(crate) enum Lane {
 pub(crate) enum Stored {
     /// On the device.
     Here(Tensor),
+    /// On the device, in room that is kept for tensors that wait.
+    Kept {
+        xs: Tensor,
+        _room: Room,
+    },
     Away(Waiting),
 }
 
@@ -41,7 +47,7 @@ impl Stored {
     /// A file that cannot be read.
     pub fn get(&self) -> Result<Tensor> {
         match self {
-            Self::Here(xs) => Ok(xs.clone()),
+            Self::Here(xs) | Self::Kept { xs, .. } => Ok(xs.clone()),
             Self::Away(waiting) => waiting.get(),
         }
     }
@@ -51,6 +57,8 @@ impl Stored {
 pub(crate) struct WaitingStore {
     store: OffloadStore,
     meter: MemoryMeter,
+    /// Bytes on the device for those that stay there.
+    room: u64,
     state: Mutex<State>,
 }
 
@@ -61,6 +69,8 @@ struct State {
     /// Of each type how many values fit into the largest item.
     largest: HashMap<DType, usize>,
     lanes: [InLane; 2],
+    /// Bytes of those that stay on the device.
+    kept: u64,
     /// Number of the next one.
     next: u64,
 }
@@ -87,13 +97,27 @@ pub(crate) struct Waiting {
     dtype: DType,
 }
 
+/// Room on the device, free again when this is dropped.
+pub(crate) struct Room {
+    of: Arc<WaitingStore>,
+    bytes: u64,
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        let mut state = self.of.state();
+        state.kept = state.kept.saturating_sub(self.bytes);
+    }
+}
+
 impl WaitingStore {
-    /// Room at `place`, which grows; `None` if that is the device.
+    /// Space at `place`, which grows, for what has no more of the `room` on the device; `None` if that is where all are.
     ///
     /// # Errors
     /// A folder in which no file can be made.
     pub fn new(
         place: OffloadPlace<'_>,
+        room: u64,
         device: &Device,
         meter: &MemoryMeter,
     ) -> Result<Option<Arc<Self>>> {
@@ -106,6 +130,7 @@ impl WaitingStore {
         let waiting = |store| Self {
             store,
             meter: meter.clone(),
+            room,
             state: Mutex::default(),
         };
         Ok(store.map(waiting).map(Arc::new))
@@ -125,7 +150,16 @@ impl WaitingStore {
             return Ok(Stored::Here(xs));
         }
         let mut state = self.state();
-        let (item, capacity) = self.room(&mut state, len, dtype)?;
+        let bytes = (len * dtype.size_in_bytes()) as u64;
+        if bytes <= self.room.saturating_sub(state.kept) {
+            state.kept += bytes;
+            let of = Arc::clone(self);
+            return Ok(Stored::Kept {
+                xs: xs.detach(),
+                _room: Room { of, bytes },
+            });
+        }
+        let (item, capacity) = self.item(&mut state, len, dtype)?;
         let number = state.next;
         state.next += 1;
         let in_lane = &mut state.lanes[lane as usize];
@@ -153,7 +187,7 @@ impl WaitingStore {
 
     /// An item for so many values, and how many fit into it. Micro-batches may be of any lengths: one that outgrows all items gets one of twice
     /// the largest at least, so that those which are too small never add up to more than the others.
-    fn room(&self, state: &mut State, len: usize, dtype: DType) -> Result<(usize, usize)> {
+    fn item(&self, state: &mut State, len: usize, dtype: DType) -> Result<(usize, usize)> {
         let free = state.free.entry(dtype).or_default();
         let fits = (0..free.len()).filter(|&place| free[place].1 >= len);
         let (item, capacity) = match fits.min_by_key(|&place| free[place].1) {
@@ -231,7 +265,7 @@ mod tests {
     fn tensors_of_any_lengths_come_back_from_room_that_does_not_grow_for_ever() -> Result<()> {
         let (dir, meter) = (tempfile::tempdir()?, MemoryMeter::default());
         let place = OffloadPlace::File(dir.path());
-        let store = WaitingStore::new(place, &Device::Cpu, &meter)?.expect("a store");
+        let store = WaitingStore::new(place, 0, &Device::Cpu, &meter)?.expect("a store");
         let lens = [7, 1, 300, 299, 5, 512];
         for len in lens.into_iter().chain(1..200) {
             let put = |start: usize| {
@@ -251,6 +285,34 @@ mod tests {
         // Four of the largest, and of each smaller size that was outgrown no more than half of that.
         let room = meter.report().of(MemoryCategory::Disk).now;
         assert!(room <= 2 * 4 * 600 * 4, "{room}");
+        Ok(())
+    }
+
+    #[test]
+    fn what_comes_while_there_is_room_stays() -> Result<()> {
+        let (dir, meter) = (tempfile::tempdir()?, MemoryMeter::default());
+        let place = OffloadPlace::File(dir.path());
+        let store = WaitingStore::new(place, 100, &Device::Cpu, &meter)?.expect("a store");
+        let put = |value: f32, len: usize| {
+            let xs = Tensor::full(value, len, &Device::Cpu)?;
+            store.put(Lane::Activations, xs)
+        };
+        // 40, 64 and 60 bytes.
+        let (first, second, third) = (put(1., 10)?, put(2., 16)?, put(3., 15)?);
+        assert!(matches!(first, Stored::Kept { .. }));
+        assert!(matches!(second, Stored::Away(_)));
+        assert!(matches!(third, Stored::Kept { .. }));
+        drop(first);
+        let fourth = put(4., 11)?;
+        assert!(
+            matches!(fourth, Stored::Away(_)),
+            "44 bytes in 40 that are free"
+        );
+        let fifth = put(5., 10)?;
+        assert!(matches!(fifth, Stored::Kept { .. }));
+        for (stored, value, len) in [(&second, 2., 16), (&fourth, 4., 11), (&fifth, 5., 10)] {
+            assert_eq!(stored.get()?.to_vec1::<f32>()?, vec![value; len]);
+        }
         Ok(())
     }
 }

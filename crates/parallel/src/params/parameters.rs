@@ -132,7 +132,12 @@ impl Parameters {
         let places = &own.layout;
         let meter = MemoryMeter::default();
         let waiting = offload.place_of_activations(mesh.world.rank(), on_gpu);
-        let waiting = WaitingStore::new(waiting, mesh.world.device(), &meter)?;
+        let waiting = WaitingStore::new(
+            waiting,
+            offload.kept_activations,
+            mesh.world.device(),
+            &meter,
+        )?;
         let initial = |param: &Param| {
             let values = source.values(&param.wanted())?;
             param.initial(values)?.to_device(mesh.world.device())

@@ -44,9 +44,10 @@ impl Saved {
     /// An input away until the backward pass, if activations are: `stored`, if that is it already.
     pub fn put_away(self, params: &Parameters, stored: Option<Stored>) -> Result<Self> {
         Ok(match (self, stored) {
-            (Self::Input { fingerprint, .. }, Some(xs @ Stored::Away(_))) => {
-                Self::Input { xs, fingerprint }
-            }
+            (
+                Self::Input { fingerprint, .. },
+                Some(xs @ (Stored::Away(_) | Stored::Kept { .. })),
+            ) => Self::Input { xs, fingerprint },
             (Self::Input { xs, fingerprint }, _) => Self::Input {
                 xs: match xs {
                     Stored::Here(xs) => params.put_away(Lane::Activations, xs)?,

@@ -217,6 +217,11 @@ fn activations_that_were_away_are_what_they_were() {
             ..Offload::default()
         },
         Offload::all(),
+        // Some stay.
+        Offload {
+            kept_activations: 1500,
+            ..Offload::all()
+        },
     ];
     // Layouts, schedules, and of each stage how many of the five blocks it has.
     for (layout, schedule, num_blocks) in [

@@ -161,6 +161,8 @@ impl TrainingArgs {
         let output = self.output.output.as_path();
         self.checkpoints.validate(output)?;
         self.layout.check_offload()?;
+        // What does not go together on any device.
+        (self.layout.offload()).validate(&self.data_parallel(), true)?;
         self.logs.check_places(&absolute(output)?)?;
         if let Some(num_steps) = self.batches.steps {
             self.logs.trace.check_steps(num_steps)?;

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, VecDeque};
 use candle_core::{DType, Result, bail};
 
 use super::held::{Held, Moment};
-use super::planned_store::{PlannedStore, PlannedSums, PlannedWaiting};
+use super::planned_store::{PlannedStore, PlannedSums, PlannedWaiting, WaitingFor};
 use super::{PlannedPasses, PlannedUpdate, PlannedWork};
 use crate::memory::MemoryCategory;
 use crate::offload::{Lane, OffloadPlace};
@@ -151,7 +151,7 @@ impl<'a> PlannedRank<'a> {
         let num_gradients = spec.layout.num_gradient_buckets();
         let waiting = work.offload.place_of_activations(0, work.on_gpu);
         Ok(Self {
-            waiting: PlannedWaiting::new(waiting),
+            waiting: PlannedWaiting::new(waiting, work.offload.kept_activations),
             num_frozen: num_frozen(spec, work.passes.as_ref()),
             updates: work.update.is_some(),
             state,
@@ -242,6 +242,16 @@ impl<'a> PlannedRank<'a> {
             layout.num_blocks() - 1,
         );
         let activations = MemoryCategory::Activations;
+        let micro_batch = instruction.unit().micro_batch;
+        let activation = |block| WaitingFor {
+            lane: Lane::Activations,
+            micro_batch,
+            block,
+        };
+        let gradient = |block| WaitingFor {
+            lane: Lane::Gradients,
+            ..activation(block)
+        };
         let trained = blocks.start.max(self.num_frozen)..blocks.end;
         match instruction {
             Instruction::Forward(unit) => {
@@ -257,8 +267,8 @@ impl<'a> PlannedRank<'a> {
                         false => 0,
                     };
                     match (given, waits) {
-                        (true, false) => self.take_waiting(Lane::Activations, input),
-                        (false, true) => self.put_waiting(Lane::Activations, input),
+                        (true, false) => self.take_waiting(activation(block), input),
+                        (false, true) => self.put_waiting(activation(block), input),
                         _ => {}
                     }
                     if block == head {
@@ -282,13 +292,13 @@ impl<'a> PlannedRank<'a> {
                     self.held.free(activations, output);
                 }
                 if blocks.end <= head && self.is_given_here(passes, unit.stage + 1, unit.stage) {
-                    self.put_waiting(Lane::Activations, passes.input_bytes(blocks.end));
+                    self.put_waiting(activation(blocks.end), passes.input_bytes(blocks.end));
                 }
             }
             Instruction::Backward(unit) | Instruction::InputGrad(unit) => {
                 let is_whole = matches!(instruction, Instruction::Backward(_));
                 if self.comes_back(passes, unit, Message::Gradient) {
-                    self.take_waiting(Lane::Gradients, passes.input_bytes(blocks.end));
+                    self.take_waiting(gradient(blocks.end), passes.input_bytes(blocks.end));
                 }
                 for block in trained.clone().rev() {
                     let next = block.checked_sub(1).filter(|next| trained.contains(next));
@@ -301,7 +311,7 @@ impl<'a> PlannedRank<'a> {
                         }
                     });
                     match self.waits(passes, block) {
-                        true => self.take_waiting(Lane::Activations, passes.input_bytes(block)),
+                        true => self.take_waiting(activation(block), passes.input_bytes(block)),
                         false => self.held.free(activations, passes.kept_bytes(block)),
                     }
                     match is_whole {
@@ -320,7 +330,7 @@ impl<'a> PlannedRank<'a> {
                 }
                 let is_passed_on = blocks.start > self.num_frozen && unit.stage > 0;
                 if is_passed_on && self.is_given_here(passes, unit.stage - 1, unit.stage) {
-                    self.put_waiting(Lane::Gradients, passes.input_bytes(blocks.start));
+                    self.put_waiting(gradient(blocks.start), passes.input_bytes(blocks.start));
                 }
             }
             Instruction::WeightGrad(_) => {
@@ -360,15 +370,15 @@ impl<'a> PlannedRank<'a> {
         giving.is_some_and(|giving| self.is_given_here(passes, unit.stage, giving))
     }
 
-    fn put_waiting(&mut self, lane: Lane, bytes: usize) {
+    fn put_waiting(&mut self, what: WaitingFor, bytes: usize) {
         if let Some(waiting) = &mut self.waiting {
-            waiting.put(lane, bytes, &mut self.held);
+            waiting.put(what, bytes, &mut self.held);
         }
     }
 
-    fn take_waiting(&mut self, lane: Lane, bytes: usize) {
+    fn take_waiting(&mut self, what: WaitingFor, bytes: usize) {
         if let Some(waiting) = &mut self.waiting {
-            waiting.take(lane, bytes, &mut self.held);
+            waiting.take(what, bytes, &mut self.held);
         }
     }
 
