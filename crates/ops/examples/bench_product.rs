@@ -29,8 +29,16 @@ const SCRIPT: &str = concat!(
 );
 /// Runs of a product in a turn.
 const RUNS: usize = 3;
-/// Until threads of the other program no longer spin.
+/// Until threads of the other program no longer spin. Whoever is next computes meanwhile: cores that rested are slow for their first products, and in a
+/// step of training none rests.
 const PAUSE: Duration = Duration::from_millis(5);
+
+fn pause() {
+    let start = Instant::now();
+    while start.elapsed() < PAUSE {
+        std::hint::spin_loop();
+    }
+}
 
 /// Rows, `in` and `out` of a linear layer, and how often a step has it.
 struct Linear {
@@ -274,14 +282,13 @@ fn secs_of_passes(
     let mut fewest = [[f64::INFINITY; 2]; 3];
     for _ in 0..turns {
         for (pass, fewest) in fewest.iter_mut().enumerate() {
-            std::thread::sleep(PAUSE);
+            pause();
             for _ in 0..RUNS {
                 let start = Instant::now();
                 run(pass)?;
                 fewest[0] = fewest[0].min(start.elapsed().as_secs_f64());
             }
             if let Some(torch) = &mut torch {
-                std::thread::sleep(PAUSE);
                 fewest[1] = fewest[1].min(torch.secs(PASSES[pass], dtype, sizes)?);
             }
         }

@@ -134,14 +134,17 @@ mod tests {
         const LANES_STEP: usize = Amx::<PARTS>::LANES_STEP;
         const SUM_LEN: usize = Amx::<PARTS>::SUM_LEN;
 
-        unsafe fn multiply(
+        unsafe fn multiply<const STAYS_LEFT: bool>(
             sums: &mut [Line],
             row_lines: usize,
             (num_rows, _): (usize, usize),
             add: bool,
             lhs: Panel<'_>,
             rhs: Panel<'_>,
+            mut aside: impl FnMut(usize, usize),
         ) {
+            // In steps of any size.
+            (1..=3).for_each(|done| aside(done, 7));
             emulated::multiply::<PARTS>(sums, row_lines, num_rows, add, lhs, rhs);
         }
     }

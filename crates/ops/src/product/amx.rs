@@ -50,16 +50,27 @@ static CONFIG: TileConfig = TileConfig {
     rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
 };
 
-/// Where a product of two parts begins, and how it goes on.
-#[repr(C)]
-struct Start {
-    lhs: *const Line,
-    /// The lower 16 rows of the left panel.
-    lower_lhs: *const Line,
-    rhs: *const Line,
-    steps: usize,
-    /// Bytes from one step of the left panel to the next.
-    lhs_step: usize,
+/// A step: `$left` and `$right` load tiles of either side, `tileloaddt1` what is not read again soon and is not to drive the other side's panel out of the
+/// first-level cache.
+macro_rules! step {
+    ($left:literal, $right:literal, $lhs:expr, $rhs:expr, $lhs_row:expr) => {
+        asm!(
+            concat!($right, " tmm6, [{rhs} + 2 * {line}]"),
+            concat!($left, " tmm4, [{lhs} + {lhs_row}]"),
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            concat!($right, " tmm7, [{rhs} + 2 * {line} + 64]"),
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            concat!($left, " tmm5, [{lower_lhs} + {lhs_row}]"),
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            lhs = in(reg) $lhs,
+            lower_lhs = in(reg) $lhs.wrapping_add(LANES * $lhs_row),
+            rhs = in(reg) $rhs,
+            line = in(reg) size_of::<Line>(),
+            lhs_row = in(reg) $lhs_row * size_of::<Line>(),
+            options(nostack, readonly, preserves_flags)
+        )
+    };
 }
 
 impl<const PARTS: usize> Kernel for Amx<PARTS> {
@@ -85,13 +96,14 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
         }
     }
 
-    unsafe fn multiply(
+    unsafe fn multiply<const STAYS_LEFT: bool>(
         sums: &mut [Line],
         row_lines: usize,
         (num_rows, _): (usize, usize),
         add: bool,
         lhs: Panel<'_>,
         rhs: Panel<'_>,
+        mut aside: impl FnMut(usize, usize),
     ) {
         if !has_amx() {
             return emulated::multiply::<PARTS>(sums, row_lines, num_rows, add, lhs, rhs);
@@ -102,88 +114,66 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
         let (lhs_row, lhs_step) = lhs.steps();
         let last_line = (ROWS - 1) * lhs_row + (steps - 1) * lhs_step;
         assert!(sums.len() >= tile_lines(ROWS, row_lines));
-        let mut starts = [const {
-            Start {
-                lhs: std::ptr::null(),
-                lower_lhs: std::ptr::null(),
-                rhs: std::ptr::null(),
-                steps: 0,
-                lhs_step: 0,
+        let sums = sums.as_mut_ptr();
+        let lower_sums = sums.wrapping_add(LANES * row_lines);
+        let row = row_lines * size_of::<Line>();
+        // SAFETY: the tiles are configured as promised by the caller, and read and written nowhere else. The sums have 32 rows, `row`
+        // bytes apart.
+        unsafe {
+            match add {
+                true => asm!(
+                    "tileloadd tmm0, [{sums} + {row}]",
+                    "tileloadd tmm1, [{sums} + {row} + 64]",
+                    "tileloadd tmm2, [{lower} + {row}]",
+                    "tileloadd tmm3, [{lower} + {row} + 64]",
+                    sums = in(reg) sums,
+                    lower = in(reg) lower_sums,
+                    row = in(reg) row,
+                    options(nostack, readonly, preserves_flags)
+                ),
+                false => asm!(
+                    "tilezero tmm0",
+                    "tilezero tmm1",
+                    "tilezero tmm2",
+                    "tilezero tmm3",
+                    options(nostack, nomem, preserves_flags)
+                ),
             }
-        }; 6];
+        }
         let products = products(PARTS);
-        for (start, (left, right)) in starts.iter_mut().zip(products) {
+        let num_steps = steps * products.len();
+        let mut done = 0;
+        for (left, right) in products {
             let (lhs, rhs) = (lhs.part(*left), rhs.part(*right));
             assert!(rhs.len() == len && lhs.len() > last_line);
-            *start = Start {
-                lhs: lhs.as_ptr(),
-                lower_lhs: &raw const lhs[LANES * lhs_row],
-                rhs: rhs.as_ptr(),
-                steps,
-                lhs_step: lhs_step * size_of::<Line>(),
-            };
+            for step in 0..steps {
+                let lhs = lhs.as_ptr().wrapping_add(step * lhs_step);
+                let rhs = rhs.as_ptr().wrapping_add(step * STEP_LINES);
+                // SAFETY: as above; a step reads as many lines of the right part, and the last step the left part's last line.
+                unsafe {
+                    match STAYS_LEFT {
+                        true => step!("tileloadd", "tileloaddt1", lhs, rhs, lhs_row),
+                        false => step!("tileloaddt1", "tileloadd", lhs, rhs, lhs_row),
+                    }
+                }
+                done += 1;
+                aside(done, num_steps);
+            }
         }
-        let sums = sums.as_mut_ptr();
-        // SAFETY: the tiles are configured as promised by the caller, and read and written nowhere else. The sums have 32 rows, `row`
-        // bytes apart; each product reads as many steps as the right part has, the left one's last line among them. What is read of the left matrix
-        // is not read soon again: it is not to drive the right panel out of the first-level cache.
+        // SAFETY: as above.
         unsafe {
             asm!(
-                "test {add:e}, {add:e}",
-                "jz 2f",
-                "tileloadd tmm0, [{sums} + {row}]",
-                "tileloadd tmm1, [{sums} + {row} + 64]",
-                "tileloadd tmm2, [{lower} + {row}]",
-                "tileloadd tmm3, [{lower} + {row} + 64]",
-                "jmp 3f",
-                "2:",
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "tilezero tmm2",
-                "tilezero tmm3",
-                "3:",
-                "mov {lhs}, [{starts}]",
-                "mov {lower_lhs}, [{starts} + 8]",
-                "mov {rhs}, [{starts} + 16]",
-                "mov {left}, [{starts} + 24]",
-                "4:",
-                "tileloadd tmm6, [{rhs} + 2 * {line}]",
-                "tileloaddt1 tmm4, [{lhs} + {lhs_row}]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{rhs} + 2 * {line} + 64]",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tileloaddt1 tmm5, [{lower_lhs} + {lhs_row}]",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                "add {lhs}, [{starts} + 32]",
-                "add {lower_lhs}, [{starts} + 32]",
-                "add {rhs}, 2048",
-                "dec {left}",
-                "jnz 4b",
-                "add {starts}, 40",
-                "dec {products}",
-                "jnz 3b",
                 "tilestored [{sums} + {row}], tmm0",
                 "tilestored [{sums} + {row} + 64], tmm1",
                 "tilestored [{lower} + {row}], tmm2",
                 "tilestored [{lower} + {row} + 64], tmm3",
-                add = in(reg) u32::from(add),
                 sums = in(reg) sums,
-                starts = inout(reg) starts.as_ptr() => _,
-                products = inout(reg) products.len() => _,
-                left = out(reg) _,
-                lhs = out(reg) _,
-                lower_lhs = out(reg) _,
-                rhs = out(reg) _,
-                lower = in(reg) sums.wrapping_add(LANES * row_lines),
-                row = in(reg) row_lines * size_of::<Line>(),
-                line = in(reg) 64usize,
-                lhs_row = in(reg) lhs_row * size_of::<Line>(),
-                options(nostack)
+                lower = in(reg) lower_sums,
+                row = in(reg) row,
+                options(nostack, preserves_flags)
             );
         }
     }
 }
 
 const _: () = assert!(ROWS == 2 * LANES && COLS == 2 * LANES && size_of::<TileConfig>() == 64);
-const _: () = assert!(STEP_LINES * size_of::<Line>() == 2048 && size_of::<Start>() == 40);

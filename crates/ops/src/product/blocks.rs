@@ -4,11 +4,10 @@
 use super::caches::second_level;
 use super::kernel::{COLS, Kernel, ROW_LINES};
 use super::packing::{Format, Layout, Panel};
-use super::store::Target;
+use super::store::{Pending, Target};
 use crate::element::Element;
 use crate::lines::{LANES, Line, Lines};
 use crate::matrix::{Addend, Factors, MatrixMut, PARALLEL_MULTIPLICATIONS};
-use crate::processor::has_avx512;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -158,7 +157,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
             let start = task * num_panels / num_tasks * K::ROWS;
             let end = (task + 1) * num_panels / num_tasks * K::ROWS;
             let rows = start..end.min(self.target.rows());
-            self.multiply_rows::<K>(rows, self.cols.clone(), rhs);
+            self.multiply_rows::<K, false>(rows, self.cols.clone(), rhs);
         });
     }
 
@@ -170,8 +169,6 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         let most_panels = (second_level() / 4 / panel_bytes).max(1);
         let num_tasks = num_panels.div_ceil(most_panels).max(num_threads);
         let num_tasks = num_tasks.next_multiple_of(num_threads).min(num_panels);
-        let row_bytes = self.panel_lines::<K>(K::ROWS) * size_of::<Line>();
-        let most_rows = (second_level() / 4 / row_bytes).max(1) * K::ROWS;
         self.for_each(num_tasks, |task| {
             let bound = |task: usize| task * num_panels / num_tasks;
             let panels = bound(task)..bound(task + 1);
@@ -179,10 +176,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
             let cols = column(panels.start)..column(panels.end);
             let mut rhs = Lines::new(panels.len() * panel_lines);
             self.pack_rhs::<K>(cols.clone(), &mut rhs);
-            for row in (0..self.target.rows()).step_by(most_rows) {
-                let rows = row..self.target.rows().min(row + most_rows);
-                self.multiply_rows::<K>(rows, cols.clone(), &rhs);
-            }
+            self.multiply_rows::<K, true>(0..self.target.rows(), cols, &rhs);
         });
     }
 
@@ -254,8 +248,14 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         }
     }
 
-    /// Of these rows the columns whose panels of the right matrix are given.
-    fn multiply_rows<K: Kernel>(&self, rows: Range<usize>, cols: Range<usize>, rhs: &[Line]) {
+    /// Of these rows the columns whose panels of the right matrix are given. A panel of the left matrix stays in the first-level cache if `STAYS_LEFT`, while
+    /// those of the right one come from the second level, or the other way round; what stays next comes there meanwhile.
+    fn multiply_rows<K: Kernel, const STAYS_LEFT: bool>(
+        &self,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        rhs: &[Line],
+    ) {
         let panel_lines = self.panel_lines::<K>(K::ROWS);
         let starts = || rows.clone().step_by(K::ROWS);
         let sums = self.pass.sums;
@@ -286,42 +286,79 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         let panels = |sum| starts().enumerate().filter_map(move |at| panel(sum, at));
         let panels: Vec<Vec<Panel<'_>>> = sums.iter().map(|sum| panels(sum).collect()).collect();
         assert!(panels.iter().all(|panels| panels.len() == num_panels));
+        let rhs = |sum: &Sum, col: usize| {
+            let panel = &rhs[col / COLS * self.panel_lines::<K>(COLS)..];
+            let layout = self.layout::<K>(sum, COLS, false);
+            layout.lanes_of(&panel[self.first_line::<K>(sum, COLS)..], 0, sum.lanes)
+        };
+        let lhs_starts: Vec<usize> = starts().collect();
+        let rhs_starts: Vec<usize> = (0..cols.len()).step_by(COLS).collect();
+        let (num_outer, num_inner) = match STAYS_LEFT {
+            true => (lhs_starts.len(), rhs_starts.len()),
+            false => (rhs_starts.len(), lhs_starts.len()),
+        };
+        // One sum is stored at once: while the next tile is computed.
+        let num_tiles = match sums.len() {
+            1 => 2,
+            _ => num_inner.max(2),
+        };
         let tile_lines = K::ROWS * ROW_LINES;
-        // One sum is stored at once.
-        let num_tiles = if sums.len() == 1 { 1 } else { num_panels };
         let mut tiles = Lines::new(num_tiles * tile_lines);
-        let pass = (self.pass.is_first, self.pass.is_last);
+        let place_of =
+            |tile: usize| tile % num_tiles * tile_lines..(tile % num_tiles + 1) * tile_lines;
+        let store = (self.target).storing((self.pass.is_first, self.pass.is_last));
+        let mut pending: Option<Pending<'_, Out>> = None;
+        let mut last = 0..0;
         // SAFETY: the processor has what the kernel needs; nothing between here and the end leaves this thread.
         unsafe { K::begin() };
-        let rhs = rhs.chunks_exact(self.panel_lines::<K>(COLS));
-        for (col, rhs) in cols.clone().step_by(COLS).zip(rhs) {
-            let cols = col..cols.end.min(col + COLS);
+        for outer in 0..num_outer {
             for (i, (sum, panels)) in sums.iter().zip(&panels).enumerate() {
-                let layout = self.layout::<K>(sum, COLS, false);
-                let rhs = &rhs[self.first_line::<K>(sum, COLS)..];
-                let rhs = layout.lanes_of(rhs, 0, sum.lanes);
                 let is_last = i + 1 == sums.len();
-                for (index, (row, lhs)) in starts().zip(panels).enumerate() {
+                // What stays in the first-level cache next.
+                let ahead = match STAYS_LEFT {
+                    true => panels.get(outer + 1).copied(),
+                    false => rhs_starts.get(outer + 1).map(|col| rhs(sum, *col)),
+                };
+                for inner in 0..num_inner {
+                    let (row, col) = match STAYS_LEFT {
+                        true => (outer, inner),
+                        false => (inner, outer),
+                    };
+                    let (lhs, rhs) = (panels[row], rhs(sum, rhs_starts[col]));
+                    let (row, col) = (lhs_starts[row], cols.start + rhs_starts[col]);
                     let rows = row..rows.end.min(row + K::ROWS);
+                    let cols = col..cols.end.min(col + COLS);
                     let extent = (rows.len(), cols.len());
-                    let tile = &mut tiles[index % num_tiles * tile_lines..][..tile_lines];
-                    if is_last && self.pass.is_last {
-                        self.target.prefetch(rows.clone(), &cols);
-                    }
-                    // SAFETY: the processor has what the kernel needs, and the thread is prepared.
-                    unsafe { K::multiply(tile, ROW_LINES, extent, i > 0, *lhs, rhs) };
-                    if !is_last {
-                        continue;
-                    }
-                    // SAFETY: the processor is asked; nobody else uses these rows of these columns, and passes follow each other.
+                    let number = outer * num_inner + inner;
+                    let places = [place_of(number), place_of(number + num_tiles - 1)];
+                    last = place_of(number);
+                    let Ok([tile, before]) = tiles.get_disjoint_mut(places) else {
+                        unreachable!("there are two tiles at least")
+                    };
+                    // SAFETY: the processor has what the kernel needs, and the thread is prepared; nobody else uses the rows of the columns that are
+                    // stored, and passes follow each other.
                     unsafe {
-                        match has_avx512() {
-                            true => self.target.store(rows, cols.clone(), tile, pass),
-                            false => self.target.store_anywhere(rows, cols.clone(), tile, pass),
+                        let aside = |done, of| {
+                            if let Some(pending) = &mut pending {
+                                pending.store(before, done, of);
+                            }
+                            if let Some(panel) = &ahead {
+                                let share = inner * of + done - 1..inner * of + done;
+                                panel.prefetch(share, num_inner * of);
+                            }
+                        };
+                        K::multiply::<STAYS_LEFT>(tile, ROW_LINES, extent, i > 0, lhs, rhs, aside);
+                        if let Some(pending) = &mut pending {
+                            pending.store(before, 1, 1);
                         }
                     }
+                    pending = is_last.then(|| Pending::new(self.target, store, rows, cols));
                 }
             }
+        }
+        if let Some(pending) = &mut pending {
+            // SAFETY: as above.
+            unsafe { pending.store(&tiles[last], 1, 1) };
         }
         // SAFETY: as above.
         unsafe { K::end() };

@@ -38,17 +38,20 @@ pub(super) trait Kernel {
     unsafe fn end() {}
 
     /// `sums = lhs * rhs`, or `sums += lhs * rhs` if `add`, of packed panels: [`ROW_LINES`] of every `row_lines` lines of f32, of which the
-    /// first `rows` and `cols` count. There are lines for all rows of a tile.
+    /// first `rows` and `cols` count. There are lines for all rows of a tile. The left panel is read again soon if `STAYS_LEFT`, else the right one.
+    ///
+    /// Between its steps a kernel calls `aside`, with how many of how many are done: for work of instructions that it leaves idle, if it does.
     ///
     /// # Safety
     /// The processor has the instructions, and [`Self::begin`] was called on this thread.
-    unsafe fn multiply(
+    unsafe fn multiply<const STAYS_LEFT: bool>(
         sums: &mut [Line],
         row_lines: usize,
         extent: (usize, usize),
         add: bool,
         lhs: Panel<'_>,
         rhs: Panel<'_>,
+        aside: impl FnMut(usize, usize),
     );
 }
 

@@ -88,7 +88,17 @@ impl<K: Kernel> SmallProducts for Small<K> {
                     let extent = ((lhs.rows - row).min(K::ROWS), (cols.len() - col).min(COLS));
                     let add = add || lane > 0;
                     // SAFETY: as above.
-                    unsafe { K::multiply(tile, row_lines, extent, add, lhs_panel, rhs) };
+                    unsafe {
+                        K::multiply::<false>(
+                            tile,
+                            row_lines,
+                            extent,
+                            add,
+                            lhs_panel,
+                            rhs,
+                            |_, _| {},
+                        )
+                    };
                 }
             }
         }

@@ -11,7 +11,7 @@ use crate::matrix::Matrix;
 use crate::product_lanes::Lanes;
 use candle_core::DType;
 use std::arch::x86_64::{
-    __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_setzero_si512, _mm512_store_si512,
+    __m512i, _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch, _mm512_setzero_si512, _mm512_store_si512,
 };
 use std::array::from_fn;
 use std::ops::Range;
@@ -70,6 +70,8 @@ impl Layout {
             part_stride: self.part_lines(),
             vector_step: 1,
             lane_step: lines_per_lane * LANES,
+            run: count * lines_per_lane,
+            num_runs: 1,
         }
     }
 
@@ -102,6 +104,9 @@ pub(super) struct Panel<'a> {
     part_stride: usize,
     vector_step: usize,
     lane_step: usize,
+    /// Lines of each part that follow each other, and how many times as many there are, `vector_step` apart.
+    run: usize,
+    num_runs: usize,
 }
 
 /// Rows that are a multiple of so many bytes apart are all in the same few places of the first-level cache.
@@ -139,12 +144,33 @@ impl<'a> Panel<'a> {
             part_stride: 0,
             vector_step: row_bytes / size_of::<Line>(),
             lane_step: 1,
+            run: k.len() / values,
+            num_runs: num_rows,
         })
     }
 
     /// Of a panel that is packed by vectors, lines from a line of one vector to that of the next, and to the next one of the same.
     pub(super) fn steps(self) -> (usize, usize) {
         (self.vector_step, self.lane_step)
+    }
+
+    /// Asks the second-level cache for some of the lines of the first part: for these of `of` equal shares.
+    pub(super) fn prefetch(&self, shares: Range<usize>, of: usize) {
+        let lines = self.run * self.num_runs;
+        let range = lines * shares.start / of..lines * shares.end / of;
+        let (mut run, mut line) = (range.start / self.run, range.start % self.run);
+        for _ in range {
+            let place = self
+                .lines
+                .as_ptr()
+                .wrapping_add(run * self.vector_step + line);
+            // SAFETY: nothing is read, whatever the address.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(place.cast()) };
+            line += 1;
+            if line == self.run {
+                (run, line) = (run + 1, 0);
+            }
+        }
     }
 
     /// Those of one part of the values.

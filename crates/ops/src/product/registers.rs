@@ -42,13 +42,14 @@ macro_rules! kernel {
             const LANES_STEP: usize = 1;
             const SUM_LEN: usize = $sum_len;
 
-            unsafe fn multiply(
+            unsafe fn multiply<const STAYS_LEFT: bool>(
                 sums: &mut [Line],
                 row_lines: usize,
                 (rows, cols): (usize, usize),
                 add: bool,
                 lhs: Panel<'_>,
                 rhs: Panel<'_>,
+                _aside: impl FnMut(usize, usize),
             ) {
                 const NARROW: [Multiply; ROWS] = table!($name, 1: 1 2 3 4 5 6 7 8 9 10 11 12 13 14);
                 const WIDE: [Multiply; ROWS] = table!($name, 2: 1 2 3 4 5 6 7 8 9 10 11 12 13 14);

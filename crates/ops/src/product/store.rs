@@ -4,12 +4,24 @@ use super::kernel::ROW_LINES;
 use crate::element::Element;
 use crate::lines::{LANES, Line, floats};
 use crate::matrix::{Addend, MatrixMut};
+use crate::processor::has_avx512;
 use crate::product_lanes::Lanes;
 use candle_core::DType;
-use std::arch::x86_64::{
-    _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_castsi512_ps, _mm512_load_ps,
-};
+use std::arch::x86_64::{_mm512_add_ps, _mm512_castsi512_ps, _mm512_load_ps};
 use std::ops::Range;
+
+/// Stores rows of sums, [`ROW_LINES`] lines each, of as many columns or fewer, into a [`Target`] that [`Target::storing`] gave this for.
+///
+/// # Safety
+/// Nobody else uses these rows of these columns meanwhile, and the passes before have stored theirs.
+pub(super) type Store<Target> = unsafe fn(&Target, Range<usize>, &Range<usize>, &[Line]);
+
+/// What [`Target::store`] adds.
+const NOTHING: u8 = 0;
+const PARTIAL: u8 = 1;
+const RESULT: u8 = 2;
+const VALUES: u8 = 3;
+const BIAS: u8 = 4;
 
 /// Some columns of a result.
 pub(super) struct Target<'a, Out> {
@@ -52,32 +64,15 @@ impl<'a, Out: Element> Target<'a, Out> {
         self.out.rows
     }
 
-    /// Asks for the memory of these rows and columns of the result, which are about to be stored.
-    pub(super) fn prefetch(&self, rows: Range<usize>, cols: &Range<usize>) {
-        for row in rows {
-            let place = row * self.out.row_stride + cols.start;
-            let out = self.out.data.wrapping_add(place).cast::<i8>();
-            let in_line = out.addr() % size_of::<Line>();
-            let bytes = in_line + cols.len() * size_of::<Out>();
-            for byte in (0..bytes).step_by(size_of::<Line>()) {
-                // SAFETY: nothing is read or written, whatever the address.
-                unsafe {
-                    _mm_prefetch::<_MM_HINT_T0>(out.wrapping_sub(in_line).wrapping_add(byte))
-                };
-            }
-        }
-    }
-
-    /// As [`Self::store`], on any processor.
+    /// Stores rows of sums on any processor.
     ///
     /// # Safety
-    /// As there, but for the processor.
-    pub(super) unsafe fn store_anywhere(
+    /// That of [`Store`].
+    unsafe fn store_anywhere<const IS_FIRST: bool, const IS_LAST: bool>(
         &self,
         rows: Range<usize>,
-        cols: Range<usize>,
+        cols: &Range<usize>,
         sums: &[Line],
-        (is_first, is_last): (bool, bool),
     ) {
         for (row, sums) in rows.zip(sums.as_chunks::<ROW_LINES>().0) {
             for (col, sum) in cols.clone().zip(floats(sums)) {
@@ -89,8 +84,8 @@ impl<'a, Out: Element> Target<'a, Out> {
                 // where it is read.
                 unsafe {
                     let added = match (partial, self.addend) {
-                        (Some(partial), _) if !is_first => partial.read(),
-                        (None, _) if !is_first => out.read().widen(),
+                        (Some(partial), _) if !IS_FIRST => partial.read(),
+                        (None, _) if !IS_FIRST => out.read().widen(),
                         // Added to 0, it leaves the sign.
                         (_, Addend::Nothing) => -0.0,
                         (_, Addend::Result) => out.read().widen(),
@@ -98,7 +93,7 @@ impl<'a, Out: Element> Target<'a, Out> {
                         (_, Addend::Bias(bias)) => bias[col],
                     };
                     match partial {
-                        Some(partial) if !is_last => partial.write(sum + added),
+                        Some(partial) if !IS_LAST => partial.write(sum + added),
                         _ => out.write(Out::nearest(sum + added)),
                     }
                 }
@@ -106,55 +101,122 @@ impl<'a, Out: Element> Target<'a, Out> {
         }
     }
 
-    /// Stores rows of sums, [`ROW_LINES`] lines each, of as many columns or fewer; `is_first` and `is_last` tell about the pass.
+    /// How rows of sums are stored, with AVX-512 or anywhere.
+    pub(super) fn storing(&self, (is_first, is_last): (bool, bool)) -> Store<Self> {
+        if !has_avx512() {
+            return match (is_first, is_last) {
+                (true, true) => Self::store_anywhere::<true, true>,
+                (true, false) => Self::store_anywhere::<true, false>,
+                (false, true) => Self::store_anywhere::<false, true>,
+                (false, false) => Self::store_anywhere::<false, false>,
+            };
+        }
+        match (self.partial, is_last) {
+            (Some(_), false) => self.storing_added::<true>(is_first),
+            _ => self.storing_added::<false>(is_first),
+        }
+    }
+
+    /// The same with AVX-512, to the memory of sums or to the result.
+    fn storing_added<const TO_PARTIAL: bool>(&self, is_first: bool) -> Store<Self> {
+        match (self.partial, self.addend) {
+            (Some(_), _) if !is_first => Self::store::<PARTIAL, TO_PARTIAL>,
+            (None, _) if !is_first => Self::store::<RESULT, TO_PARTIAL>,
+            (_, Addend::Nothing) => Self::store::<NOTHING, TO_PARTIAL>,
+            (_, Addend::Result) => Self::store::<RESULT, TO_PARTIAL>,
+            (_, Addend::Values(_)) => Self::store::<VALUES, TO_PARTIAL>,
+            (_, Addend::Bias(_)) => Self::store::<BIAS, TO_PARTIAL>,
+        }
+    }
+
+    /// Stores rows of sums with AVX-512, with something `ADDED`.
     ///
     /// # Safety
-    /// The processor has AVX-512. Nobody else uses these rows of these columns meanwhile, and the passes before have stored theirs.
+    /// That of [`Store`].
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    pub(super) unsafe fn store(
+    unsafe fn store<const ADDED: u8, const TO_PARTIAL: bool>(
         &self,
         rows: Range<usize>,
-        cols: Range<usize>,
+        cols: &Range<usize>,
         sums: &[Line],
-        (is_first, is_last): (bool, bool),
     ) {
         for (row, sums) in rows.zip(sums.as_chunks::<ROW_LINES>().0) {
             let place = row * self.out.row_stride + cols.start;
             let out = self.out.data.wrapping_add(place);
-            let partial = self.partial.map(|partial| {
-                let place = row * self.cols.len() + cols.start - self.cols.start;
-                // SAFETY: as for the result, which has as many rows.
-                unsafe { partial.add(place) }
-            });
+            let place = row * self.cols.len() + cols.start - self.cols.start;
+            let partial = (self.partial).map(|partial| partial.wrapping_add(place));
             for (i, line) in sums.iter().enumerate().take(cols.len().div_ceil(LANES)) {
                 let len = LANES.min(cols.len() - i * LANES);
                 let (first, col) = (i * LANES, cols.start + i * LANES);
                 // SAFETY: a line is 64 bytes, aligned. The elements lie in the result, only ours as promised by the caller; it, or the memory
                 // of the sums, holds values of these places where they are read. Addends are as long as their rows.
                 unsafe {
-                    let mut sums = _mm512_load_ps(line.0.as_ptr().cast());
-                    let mut add = |values| sums = _mm512_add_ps(sums, _mm512_castsi512_ps(values));
+                    let sums = _mm512_load_ps(line.0.as_ptr().cast());
+                    let added = match (ADDED, self.addend, partial) {
+                        (PARTIAL, _, Some(partial)) => Some(f32::terms(partial.add(first), len)),
+                        (RESULT, ..) => Some(Out::terms(out.add(first), len)),
+                        (VALUES, Addend::Values(values), _) => {
+                            let values = &values[row * self.out.cols + col..][..len];
+                            Some(Out::terms(values.as_ptr(), len))
+                        }
+                        (BIAS, Addend::Bias(bias), _) => {
+                            Some(f32::terms(bias[col..][..len].as_ptr(), len))
+                        }
+                        _ => None,
+                    };
+                    let sums = match added {
+                        Some(added) => _mm512_add_ps(sums, _mm512_castsi512_ps(added)),
+                        None => sums,
+                    };
                     match partial {
-                        Some(partial) if !is_first => add(f32::terms(partial.add(first), len)),
-                        None if !is_first => add(Out::terms(out.add(first), len)),
-                        _ => match self.addend {
-                            Addend::Nothing => {}
-                            Addend::Result => add(Out::terms(out.add(first), len)),
-                            Addend::Values(values) => {
-                                let values = &values[row * self.out.cols + col..][..len];
-                                add(Out::terms(values.as_ptr(), len));
-                            }
-                            Addend::Bias(bias) => {
-                                add(f32::terms(bias[col..][..len].as_ptr(), len));
-                            }
-                        },
-                    }
-                    match partial {
-                        Some(partial) if !is_last => f32::store(partial.add(first), len, sums),
+                        Some(partial) if TO_PARTIAL => f32::store(partial.add(first), len, sums),
                         _ => Out::store(out.add(first), len, sums),
                     }
                 }
             }
+        }
+    }
+}
+
+/// Sums of a tile that are still to be stored, some rows after the others.
+pub(super) struct Pending<'a, Out> {
+    target: &'a Target<'a, Out>,
+    store: Store<Target<'a, Out>>,
+    rows: Range<usize>,
+    cols: Range<usize>,
+    num_stored: usize,
+}
+
+impl<'a, Out: Element> Pending<'a, Out> {
+    /// Sums of these rows and columns, to be stored as [`Target::storing`] says.
+    pub(super) fn new(
+        target: &'a Target<'a, Out>,
+        store: Store<Target<'a, Out>>,
+        rows: Range<usize>,
+        cols: Range<usize>,
+    ) -> Self {
+        Self {
+            target,
+            store,
+            rows,
+            cols,
+            num_stored: 0,
+        }
+    }
+
+    /// Stores the next rows of these sums, until so many of so many parts of them are stored.
+    ///
+    /// # Safety
+    /// That of [`Store`].
+    #[inline]
+    pub(super) unsafe fn store(&mut self, sums: &[Line], done: usize, of: usize) {
+        let until = self.rows.len() * done / of;
+        if until > self.num_stored {
+            let rows = self.rows.start + self.num_stored..self.rows.start + until;
+            let sums = &sums[self.num_stored * ROW_LINES..];
+            self.num_stored = until;
+            // SAFETY: as promised by the caller.
+            unsafe { (self.store)(self.target, rows, &self.cols, sums) };
         }
     }
 }
