@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use crate::element::Element;
-use crate::few_rows::WeightRows;
+use crate::few_rows::{COLS_AT_ONCE, WeightRows, add};
 use crate::lanes;
 #[cfg(target_arch = "x86_64")]
 use crate::lines::LANES;
@@ -13,9 +13,9 @@ use crate::vectorised::vectorised;
 use half::f16;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{
-    __m512, _mm_cvtsi32_si128, _mm_loadu_si128, _mm512_and_si512, _mm512_cvtepi8_epi32,
-    _mm512_cvtepi32_ps, _mm512_cvtepu8_epi32, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps,
-    _mm512_srl_epi32, _mm512_sub_ps,
+    __m512, _mm_loadu_si128, _mm256_set1_epi16, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps,
+    _mm512_cvtepu8_epi32, _mm512_cvtph_ps, _mm512_mul_ps, _mm512_permutexvar_ps, _mm512_set1_ps,
+    _mm512_setr_ps, _mm512_srli_epi32, _mm512_sub_ps,
 };
 use std::marker::PhantomData;
 
@@ -28,15 +28,15 @@ pub(crate) trait Block: Sync {
     const VALUES: usize;
     const BYTES: usize;
 
-    /// Values `part * PART` and on of a block, with the bits that candle gives them.
-    fn unpack(block: &[u8], part: usize) -> [f32; PART];
+    /// Calls `each` with the values of a block, [`PART`] at a time, with the bits that candle gives them, and with the place of the first of them.
+    fn for_each_part(block: &[u8], each: impl FnMut(usize, [f32; PART]));
 
-    /// The same.
+    /// The same with sixteen values at a time.
     ///
     /// # Safety
-    /// The processor has AVX-512, and the block this part.
+    /// The processor has AVX-512.
     #[cfg(target_arch = "x86_64")]
-    unsafe fn terms(block: &[u8], part: usize) -> [__m512; 2];
+    unsafe fn for_each_line(block: &[u8], each: impl FnMut(usize, __m512));
 }
 
 /// A scale in f16, and 32 codes of 8 bits.
@@ -44,6 +44,14 @@ pub(crate) struct Q8Blocks;
 
 /// Two scales in f16, for each 32 values a scale and a minimum of 6 bits, and 256 codes of 4 bits.
 pub(crate) struct Q4KBlocks;
+
+#[inline(always)]
+fn whole<const N: usize>(block: &[u8]) -> &[u8; N] {
+    let Ok(block) = block.try_into() else {
+        unreachable!("rows are cut into whole blocks")
+    };
+    block
+}
 
 #[inline(always)]
 fn f16_at(bytes: &[u8]) -> f32 {
@@ -55,23 +63,28 @@ impl Block for Q8Blocks {
     const BYTES: usize = 34;
 
     #[inline(always)]
-    fn unpack(block: &[u8], _part: usize) -> [f32; PART] {
-        let scale = f16_at(block);
-        let codes = &block[2..][..PART];
-        std::array::from_fn(|i| f32::from(codes[i].cast_signed()) * scale)
+    fn for_each_part(block: &[u8], mut each: impl FnMut(usize, [f32; PART])) {
+        let block: &[u8; Self::BYTES] = whole(block);
+        let (scale, codes) = (f16_at(block), &block[2..]);
+        each(
+            0,
+            std::array::from_fn(|i| f32::from(codes[i].cast_signed()) * scale),
+        );
     }
 
     #[cfg(target_arch = "x86_64")]
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    unsafe fn terms(block: &[u8], _part: usize) -> [__m512; 2] {
-        let scale = _mm512_set1_ps(f16_at(block));
-        let codes = &block[2..][..PART];
-        [0, LANES].map(|half| {
-            // SAFETY: sixteen codes of a slice of 32.
-            let codes = unsafe { _mm_loadu_si128(codes.as_ptr().add(half).cast()) };
-            _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)), scale)
-        })
+    unsafe fn for_each_line(block: &[u8], mut each: impl FnMut(usize, __m512)) {
+        let block: &[u8; Self::BYTES] = whole(block);
+        let scale = i16::from_le_bytes([block[0], block[1]]);
+        let scale = _mm512_cvtph_ps(_mm256_set1_epi16(scale));
+        for at in [0, LANES] {
+            // SAFETY: sixteen of the 32 codes.
+            let codes = unsafe { _mm_loadu_si128(block.as_ptr().add(2 + at).cast()) };
+            let codes = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+            each(at, _mm512_mul_ps(codes, scale));
+        }
     }
 }
 
@@ -80,45 +93,66 @@ impl Block for Q4KBlocks {
     const BYTES: usize = 144;
 
     #[inline(always)]
-    fn unpack(block: &[u8], part: usize) -> [f32; PART] {
-        let [scale, min] = Self::scale_and_min(block, part);
-        let codes = &block[16 + part / 2 * PART..][..PART];
-        let shift = part % 2 * 4;
-        std::array::from_fn(|i| scale * f32::from(codes[i] >> shift & 15) - min)
+    fn for_each_part(block: &[u8], mut each: impl FnMut(usize, [f32; PART])) {
+        let block = whole(block);
+        let (scales, mins) = Self::scales_and_mins(block);
+        for (part, (scale, min)) in scales.into_iter().zip(mins).enumerate() {
+            let codes = &block[16 + part / 2 * PART..][..PART];
+            let shift = part % 2 * 4;
+            let value = |i: usize| scale * f32::from(codes[i] >> shift & 15) - min;
+            each(part * PART, std::array::from_fn(value));
+        }
     }
 
+    /// A value is looked up by its code, of which the lower four bits of a lane count: of each part there are sixteen different ones.
     #[cfg(target_arch = "x86_64")]
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    unsafe fn terms(block: &[u8], part: usize) -> [__m512; 2] {
-        let [scale, min] = Self::scale_and_min(block, part).map(|x| _mm512_set1_ps(x));
-        let codes = &block[16 + part / 2 * PART..][..PART];
-        let shift = _mm_cvtsi32_si128((part % 2 * 4) as i32);
-        [0, LANES].map(|half| {
-            // SAFETY: sixteen codes of a slice of 32.
-            let codes = unsafe { _mm_loadu_si128(codes.as_ptr().add(half).cast()) };
-            let codes = _mm512_srl_epi32(_mm512_cvtepu8_epi32(codes), shift);
-            let codes = _mm512_cvtepi32_ps(_mm512_and_si512(codes, _mm512_set1_epi32(15)));
-            _mm512_sub_ps(_mm512_mul_ps(codes, scale), min)
-        })
+    unsafe fn for_each_line(block: &[u8], mut each: impl FnMut(usize, __m512)) {
+        let block = whole(block);
+        let (scales, mins) = Self::scales_and_mins(block);
+        let codes = _mm512_setr_ps(
+            0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.,
+        );
+        for pair in 0..scales.len() / 2 {
+            let values = [2 * pair, 2 * pair + 1].map(|part| {
+                let scale = _mm512_set1_ps(scales[part]);
+                _mm512_sub_ps(_mm512_mul_ps(codes, scale), _mm512_set1_ps(mins[part]))
+            });
+            for at in [0, LANES] {
+                // SAFETY: sixteen of the 128 bytes of codes after the first 16.
+                let codes = unsafe {
+                    let place = block.as_ptr().add(16 + pair * PART + at);
+                    _mm512_cvtepu8_epi32(_mm_loadu_si128(place.cast()))
+                };
+                let first = 2 * pair * PART + at;
+                each(first, _mm512_permutexvar_ps(codes, values[0]));
+                let upper = _mm512_srli_epi32::<4>(codes);
+                each(first + PART, _mm512_permutexvar_ps(upper, values[1]));
+            }
+        }
     }
 }
 
 impl Q4KBlocks {
-    /// Of the values of a part: each is its code times the one, less the other.
+    /// Of the values of each part: one is its code times the first, less the second.
     #[inline(always)]
-    fn scale_and_min(block: &[u8], part: usize) -> [f32; 2] {
-        let (scale, min) = (f16_at(block), f16_at(&block[2..]));
-        let bits = &block[4..16];
-        // Those of the last four parts lie in the upper bits of the others and in bytes of their own.
-        let (of_scale, of_min) = match part {
-            0..4 => (bits[part] & 63, bits[part + 4] & 63),
-            _ => (
-                bits[part + 4] & 15 | bits[part - 4] >> 6 << 4,
-                bits[part + 4] >> 4 | bits[part] >> 6 << 4,
-            ),
+    fn scales_and_mins(block: &[u8; Self::BYTES]) -> ([f32; 8], [f32; 8]) {
+        let four = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| block[at + i]));
+        let (scales, mins, upper) = (four(4), four(8), four(12));
+        // Of the last four parts the lower four bits lie in bytes of their own, the others above those of the first four.
+        let high = |of: u32| (of >> 6 & 0x0303_0303) << 4;
+        let low = 0x0f0f_0f0f;
+        let scales = [scales & 0x3f3f_3f3f, upper & low | high(scales)];
+        let mins = [mins & 0x3f3f_3f3f, upper >> 4 & low | high(mins)];
+        let times = |factor: f32, bits: [u32; 2]| {
+            let bytes = bits.map(u32::to_le_bytes);
+            std::array::from_fn(|i| factor * f32::from(bytes[i / 4][i % 4]))
         };
-        [scale * f32::from(of_scale), min * f32::from(of_min)]
+        (
+            times(f16_at(block), scales),
+            times(f16_at(&block[2..]), mins),
+        )
     }
 }
 
@@ -152,29 +186,43 @@ impl<B: Block> WeightRows for RowsOfBlocks<'_, B> {
         xs: [&[f32]; R],
         sums: &mut [[f32; R]],
     ) {
-        for (row, sums) in sums.iter_mut().enumerate() {
+        let len = xs[0].len() / B::VALUES * B::BYTES;
+        let row = |row: usize| {
             let row = &self.bytes[(first + row) * self.row_bytes..][..self.row_bytes];
-            let len = xs[0].len() / B::VALUES * B::BYTES;
-            let blocks = &row[start / B::VALUES * B::BYTES..][..len];
-            for (sum, dot) in sums.iter_mut().zip(dots::<B, R>(blocks, xs)) {
-                *sum += dot;
-            }
+            &row[start / B::VALUES * B::BYTES..][..len]
+        };
+        let ahead = COLS_AT_ONCE * self.row_bytes;
+        if sums.len() == COLS_AT_ONCE {
+            let rows = std::array::from_fn(row);
+            return add(sums, &dots::<B, COLS_AT_ONCE, R>(rows, xs, ahead));
+        }
+        for (col, sums) in sums.iter_mut().enumerate() {
+            add(
+                std::slice::from_mut(sums),
+                &dots::<B, 1, R>([row(col)], xs, ahead),
+            );
         }
     }
 }
 
-/// The products of the values of blocks with rows of as many.
-fn dots<B: Block, const R: usize>(blocks: &[u8], xs: [&[f32]; R]) -> [f32; R] {
+/// The products of the values of rows of blocks with rows of as many. What lies `ahead` bytes further is read next.
+fn dots<B: Block, const C: usize, const R: usize>(
+    rows: [&[u8]; C],
+    xs: [&[f32]; R],
+    ahead: usize,
+) -> [[f32; R]; C] {
     #[cfg(target_arch = "x86_64")]
     if has_avx512() {
-        let len = blocks.len() / B::BYTES * B::VALUES;
-        assert!(xs.iter().all(|xs| xs.len() == len));
+        let len = xs[0].len();
+        let num_blocks = len / B::VALUES;
+        assert!(xs.iter().all(|xs| xs.len() == len) && len.is_multiple_of(B::VALUES));
+        assert!(rows.iter().all(|row| row.len() == num_blocks * B::BYTES));
         // SAFETY: the processor has what the function is compiled for, and the rows have this length.
-        return unsafe { avx512::dots::<B, R>(blocks, xs.map(<[f32]>::as_ptr)) };
+        return unsafe { avx512::dots::<B, C, R>(rows, xs.map(<[f32]>::as_ptr), ahead) };
     }
     vectorised(
         #[inline(always)]
-        || lane_dots::<B, R>(blocks, xs),
+        || rows.map(|row| lane_dots::<B, R>(row, xs)),
     )
 }
 
@@ -182,16 +230,18 @@ fn dots<B: Block, const R: usize>(blocks: &[u8], xs: [&[f32]; R]) -> [f32; R] {
 fn lane_dots<B: Block, const R: usize>(blocks: &[u8], xs: [&[f32]; R]) -> [f32; R] {
     let mut lanes = [[0f32; PART]; R];
     for (i, block) in blocks.chunks_exact(B::BYTES).enumerate() {
-        for part in 0..B::VALUES / PART {
-            let weights = B::unpack(block, part);
-            let at = i * B::VALUES + part * PART;
-            for (lanes, xs) in lanes.iter_mut().zip(&xs) {
-                let xs = &xs[at..][..PART];
-                for ((lane, weight), x) in lanes.iter_mut().zip(weights).zip(xs) {
-                    *lane += weight * x;
+        B::for_each_part(
+            block,
+            #[inline(always)]
+            |at, weights| {
+                for (lanes, xs) in lanes.iter_mut().zip(&xs) {
+                    let xs = &xs[i * B::VALUES + at..][..PART];
+                    for ((lane, weight), x) in lanes.iter_mut().zip(weights).zip(xs) {
+                        *lane += weight * x;
+                    }
                 }
-            }
-        }
+            },
+        );
     }
     lanes.map(|lanes| lanes::join(lanes, |a, b| a + b))
 }
@@ -199,49 +249,42 @@ fn lane_dots<B: Block, const R: usize>(blocks: &[u8], xs: [&[f32]; R]) -> [f32; 
 /// Codes are made f32 sixteen at a time.
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use super::{Block, PART};
-    use crate::lines::LANES;
+    use super::Block;
+    use crate::lines::Line;
     use std::arch::x86_64::{
-        __m512, _mm512_add_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_reduce_add_ps,
+        _MM_HINT_T0, _mm_prefetch, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_reduce_add_ps,
         _mm512_setzero_ps,
     };
 
     /// # Safety
-    /// The processor has AVX-512, and each row has as many values as the blocks.
+    /// The processor has AVX-512, and all rows have as many values.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    pub(super) unsafe fn dots<B: Block, const R: usize>(
-        blocks: &[u8],
+    pub(super) unsafe fn dots<B: Block, const C: usize, const R: usize>(
+        rows: [&[u8]; C],
         xs: [*const f32; R],
-    ) -> [f32; R] {
-        let (mut even, mut odd) = ([_mm512_setzero_ps(); R], [_mm512_setzero_ps(); R]);
-        for (i, block) in blocks.chunks_exact(B::BYTES).enumerate() {
-            for part in 0..B::VALUES / PART {
-                let at = i * B::VALUES + part * PART;
-                // SAFETY: the block has this part, and each row these values.
+        ahead: usize,
+    ) -> [[f32; R]; C] {
+        let mut sums = [[_mm512_setzero_ps(); R]; C];
+        for block in 0..rows[0].len() / B::BYTES {
+            for (row, sums) in rows.iter().zip(&mut sums) {
+                let bytes = &row[block * B::BYTES..][..B::BYTES];
+                let first = block * B::VALUES;
+                // Rows are too short for the processor to find out in time that others follow.
+                let next = bytes.as_ptr().cast::<i8>().wrapping_add(ahead);
+                for byte in (0..B::BYTES).step_by(size_of::<Line>()) {
+                    _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(byte));
+                }
+                // SAFETY: the processor has AVX-512, and each row the values of the block.
                 unsafe {
-                    let [first, next] = B::terms(block, part);
-                    add(&mut even, first, xs, at);
-                    add(&mut odd, next, xs, at + LANES);
+                    B::for_each_line(bytes, |at, weights| {
+                        for (sum, xs) in sums.iter_mut().zip(xs) {
+                            let xs = _mm512_loadu_ps(xs.add(first + at));
+                            *sum = _mm512_fmadd_ps(weights, xs, *sum);
+                        }
+                    });
                 }
             }
         }
-        std::array::from_fn(|i| _mm512_reduce_add_ps(_mm512_add_ps(even[i], odd[i])))
-    }
-
-    /// # Safety
-    /// The processor has AVX-512, and each row has 16 values from `at` on.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    unsafe fn add<const R: usize>(
-        sums: &mut [__m512; R],
-        weights: __m512,
-        xs: [*const f32; R],
-        at: usize,
-    ) {
-        for row in 0..R {
-            // SAFETY: as promised by the caller.
-            let xs = unsafe { _mm512_loadu_ps(xs[row].add(at)) };
-            sums[row] = _mm512_fmadd_ps(weights, xs, sums[row]);
-        }
+        sums.map(|sums| sums.map(|sum| _mm512_reduce_add_ps(sum)))
     }
 }

@@ -20,7 +20,7 @@ pub(crate) const MAX_ROWS: usize = 16;
 /// Rows that use a value of the matrix while it is in a register, at most.
 const ROWS_AT_ONCE: usize = 4;
 /// Columns of the result that are summed at once: as many rows of the matrix are read side by side, which memory serves faster than one.
-const COLS_AT_ONCE: usize = 4;
+pub(crate) const COLS_AT_ONCE: usize = 4;
 /// Products that are summed before they are added to the others: values of so many of all rows stay in the first-level cache.
 const SEGMENT: usize = 512;
 /// Bytes of the matrix that a task reads: some microseconds.
@@ -129,7 +129,8 @@ impl<T: Element> WeightRows for Floats<'_, T> {
     }
 }
 
-fn add<const R: usize>(sums: &mut [[f32; R]], dots: &[[f32; R]]) {
+/// Adds products to the sums of as many rows.
+pub(crate) fn add<const R: usize>(sums: &mut [[f32; R]], dots: &[[f32; R]]) {
     for (sum, dot) in sums.as_flattened_mut().iter_mut().zip(dots.as_flattened()) {
         *sum += dot;
     }
@@ -240,15 +241,30 @@ pub(crate) fn few_rows<W: WeightRows>(
     let cols_of_task = groups_of_task * COLS_AT_ONCE;
     let task = |(i, sums): (usize, &mut [f32])| {
         for (xs, weight) in pairs {
-            for start in (0..xs.len).step_by(SEGMENT) {
+            let add = |start: usize, (group, sums): (usize, &mut [f32])| {
                 let segment = Segment {
                     weight,
                     xs,
                     places: start..(start + SEGMENT).min(xs.len),
                     rows,
                 };
-                for (group, sums) in sums.chunks_mut(COLS_AT_ONCE * rows).enumerate() {
-                    segment.add_group(i * cols_of_task + group * COLS_AT_ONCE, sums);
+                segment.add_group(i * cols_of_task + group * COLS_AT_ONCE, sums);
+            };
+            let starts = (0..xs.len).step_by(SEGMENT);
+            // In the order of memory, unless what it is multiplied with would be too much for the first-level cache. An element's order is the same.
+            match rows <= ROWS_AT_ONCE {
+                true => {
+                    for (group, sums) in sums.chunks_mut(COLS_AT_ONCE * rows).enumerate() {
+                        starts
+                            .clone()
+                            .for_each(|start| add(start, (group, &mut *sums)));
+                    }
+                }
+                false => {
+                    for start in starts {
+                        let groups = sums.chunks_mut(COLS_AT_ONCE * rows).enumerate();
+                        groups.for_each(|group| add(start, group));
+                    }
                 }
             }
         }
