@@ -6,16 +6,17 @@ use crate::element::Element;
 use crate::few_rows::{COLS_AT_ONCE, WeightRows, add};
 use crate::lanes;
 #[cfg(target_arch = "x86_64")]
-use crate::lines::LANES;
+use crate::lines::{LANES, Line};
 #[cfg(target_arch = "x86_64")]
 use crate::processor::has_avx512;
 use crate::vectorised::vectorised;
 use half::f16;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{
-    __m512, _mm_loadu_si128, _mm256_set1_epi16, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps,
-    _mm512_cvtepu8_epi32, _mm512_cvtph_ps, _mm512_mul_ps, _mm512_permutexvar_ps, _mm512_set1_ps,
-    _mm512_setr_ps, _mm512_srli_epi32, _mm512_sub_ps,
+    __m512, _mm_cvtsi32_si128, _mm_loadu_si128, _mm_setr_epi32, _mm256_castsi128_si256,
+    _mm256_set1_epi16, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi32,
+    _mm512_cvtph_ps, _mm512_mul_ps, _mm512_permutexvar_ps, _mm512_set1_ps, _mm512_setr_epi32,
+    _mm512_setr_ps, _mm512_srli_epi32, _mm512_store_ps, _mm512_sub_ps,
 };
 use std::marker::PhantomData;
 
@@ -95,7 +96,7 @@ impl Block for Q4KBlocks {
     #[inline(always)]
     fn for_each_part(block: &[u8], mut each: impl FnMut(usize, [f32; PART])) {
         let block = whole(block);
-        let (scales, mins) = Self::scales_and_mins(block);
+        let [scales, mins] = Self::scales_and_mins(block);
         for (part, (scale, min)) in scales.into_iter().zip(mins).enumerate() {
             let codes = &block[16 + part / 2 * PART..][..PART];
             let shift = part % 2 * 4;
@@ -109,16 +110,26 @@ impl Block for Q4KBlocks {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     unsafe fn for_each_line(block: &[u8], mut each: impl FnMut(usize, __m512)) {
-        let block = whole(block);
-        let (scales, mins) = Self::scales_and_mins(block);
+        let block: &[u8; Self::BYTES] = whole(block);
+        let factors = i32::from_le_bytes([block[0], block[1], block[2], block[3]]);
+        let factors = _mm512_cvtph_ps(_mm256_castsi128_si256(_mm_cvtsi32_si128(factors)));
+        let of_part = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        let factors = _mm512_permutexvar_ps(of_part, factors);
+        let [[s0, s1], [m0, m1]] = Self::bits(block).map(|four| four.map(u32::cast_signed));
+        let bits = _mm512_cvtepu8_epi32(_mm_setr_epi32(s0, s1, m0, m1));
+        let mut scales_and_mins = Line::ZERO;
+        let place = scales_and_mins.0.as_mut_ptr().cast();
+        // SAFETY: a line is 64 bytes, aligned.
+        unsafe { _mm512_store_ps(place, _mm512_mul_ps(_mm512_cvtepi32_ps(bits), factors)) };
+        // From memory each is broadcast as it is loaded, which leaves the shuffles to the values.
+        let scales_and_mins = std::hint::black_box(&scales_and_mins);
+        let of = |i: usize| _mm512_set1_ps(f32::from_bits(scales_and_mins.0[i]));
         let codes = _mm512_setr_ps(
             0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.,
         );
-        for pair in 0..scales.len() / 2 {
-            let values = [2 * pair, 2 * pair + 1].map(|part| {
-                let scale = _mm512_set1_ps(scales[part]);
-                _mm512_sub_ps(_mm512_mul_ps(codes, scale), _mm512_set1_ps(mins[part]))
-            });
+        for pair in 0..4 {
+            let values = [2 * pair, 2 * pair + 1]
+                .map(|part| _mm512_sub_ps(_mm512_mul_ps(codes, of(part)), of(8 + part)));
             for at in [0, LANES] {
                 // SAFETY: sixteen of the 128 bytes of codes after the first 16.
                 let codes = unsafe {
@@ -135,24 +146,29 @@ impl Block for Q4KBlocks {
 }
 
 impl Q4KBlocks {
-    /// Of the values of each part: one is its code times the first, less the second.
+    /// The six bits of the scale of each part, and those of its minimum, four parts in a number.
     #[inline(always)]
-    fn scales_and_mins(block: &[u8; Self::BYTES]) -> ([f32; 8], [f32; 8]) {
+    fn bits(block: &[u8; Self::BYTES]) -> [[u32; 2]; 2] {
         let four = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| block[at + i]));
         let (scales, mins, upper) = (four(4), four(8), four(12));
         // Of the last four parts the lower four bits lie in bytes of their own, the others above those of the first four.
         let high = |of: u32| (of >> 6 & 0x0303_0303) << 4;
         let low = 0x0f0f_0f0f;
-        let scales = [scales & 0x3f3f_3f3f, upper & low | high(scales)];
-        let mins = [mins & 0x3f3f_3f3f, upper >> 4 & low | high(mins)];
-        let times = |factor: f32, bits: [u32; 2]| {
-            let bytes = bits.map(u32::to_le_bytes);
-            std::array::from_fn(|i| factor * f32::from(bytes[i / 4][i % 4]))
-        };
-        (
-            times(f16_at(block), scales),
-            times(f16_at(&block[2..]), mins),
-        )
+        [
+            [scales & 0x3f3f_3f3f, upper & low | high(scales)],
+            [mins & 0x3f3f_3f3f, upper >> 4 & low | high(mins)],
+        ]
+    }
+
+    /// Of the values of each part: one is its code times the first, less the second.
+    #[inline(always)]
+    fn scales_and_mins(block: &[u8; Self::BYTES]) -> [[f32; 8]; 2] {
+        let factors = [f16_at(block), f16_at(&block[2..])];
+        let bits = Self::bits(block);
+        std::array::from_fn(|of| {
+            let bytes = bits[of].map(u32::to_le_bytes);
+            std::array::from_fn(|part| factors[of] * f32::from(bytes[part / 4][part % 4]))
+        })
     }
 }
 
@@ -250,14 +266,13 @@ fn lane_dots<B: Block, const R: usize>(blocks: &[u8], xs: [&[f32]; R]) -> [f32; 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
     use super::Block;
-    use crate::lines::Line;
+    use crate::lines::{Line, prefetch};
     use std::arch::x86_64::{
-        _MM_HINT_T0, _mm_prefetch, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_reduce_add_ps,
-        _mm512_setzero_ps,
+        _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_reduce_add_ps, _mm512_setzero_ps,
     };
 
     /// # Safety
-    /// The processor has AVX-512, and all rows have as many values.
+    /// The processor has AVX-512, and each of `xs` has as many values as a row of blocks.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     pub(super) unsafe fn dots<B: Block, const C: usize, const R: usize>(
         rows: [&[u8]; C],
@@ -272,7 +287,7 @@ mod avx512 {
                 // Rows are too short for the processor to find out in time that others follow.
                 let next = bytes.as_ptr().cast::<i8>().wrapping_add(ahead);
                 for byte in (0..B::BYTES).step_by(size_of::<Line>()) {
-                    _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(byte));
+                    prefetch(next.wrapping_add(byte));
                 }
                 // SAFETY: the processor has AVX-512, and each row the values of the block.
                 unsafe {
@@ -286,5 +301,44 @@ mod avx512 {
             }
         }
         sums.map(|sums| sums.map(|sum| _mm512_reduce_add_ps(sum)))
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::{Block, Q4KBlocks, Q8Blocks};
+    use crate::lines::LANES;
+    use crate::processor::has_avx512;
+    use std::arch::x86_64::_mm512_storeu_ps;
+
+    fn check<B: Block>() {
+        for seed in 0..50usize {
+            // Any bits but those of factors that are no numbers.
+            let byte = |i: usize| (((i + seed * 997) * 2_654_435_761) >> 13) as u8;
+            let mut block: Vec<u8> = (0..B::BYTES).map(byte).collect();
+            block[1] &= 0xbf;
+            block[3] &= 0xbf;
+            let mut want = vec![f32::NAN; B::VALUES];
+            B::for_each_part(&block, |at, values| {
+                want[at..at + values.len()].copy_from_slice(&values);
+            });
+            let mut got = vec![f32::NAN; B::VALUES];
+            // SAFETY: the test asks for AVX-512, and there is room for 16 values at each place.
+            unsafe {
+                B::for_each_line(&block, |at, values| {
+                    _mm512_storeu_ps(got[at..at + LANES].as_mut_ptr(), values);
+                });
+            }
+            let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+            assert_eq!(bits(got), bits(want), "{seed}");
+        }
+    }
+
+    #[test]
+    fn lines_of_values_are_the_parts_of_them() {
+        if has_avx512() {
+            check::<Q8Blocks>();
+            check::<Q4KBlocks>();
+        }
     }
 }

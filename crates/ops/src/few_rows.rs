@@ -21,7 +21,7 @@ pub(crate) const MAX_ROWS: usize = 16;
 const ROWS_AT_ONCE: usize = 4;
 /// Columns of the result that are summed at once: as many rows of the matrix are read side by side, which memory serves faster than one.
 pub(crate) const COLS_AT_ONCE: usize = 4;
-/// Products that are summed before they are added to the others: values of so many of all rows stay in the first-level cache.
+/// Products that are summed before they are added to the others: values of so many of 16 rows fit the first-level cache.
 const SEGMENT: usize = 512;
 /// Bytes of the matrix that a task reads: some microseconds.
 const TASK_BYTES: usize = 1 << 17;
@@ -241,7 +241,7 @@ pub(crate) fn few_rows<W: WeightRows>(
     let cols_of_task = groups_of_task * COLS_AT_ONCE;
     let task = |(i, sums): (usize, &mut [f32])| {
         for (xs, weight) in pairs {
-            let add = |start: usize, (group, sums): (usize, &mut [f32])| {
+            let add_segment = |start: usize, (group, sums): (usize, &mut [f32])| {
                 let segment = Segment {
                     weight,
                     xs,
@@ -251,19 +251,20 @@ pub(crate) fn few_rows<W: WeightRows>(
                 segment.add_group(i * cols_of_task + group * COLS_AT_ONCE, sums);
             };
             let starts = (0..xs.len).step_by(SEGMENT);
-            // In the order of memory, unless what it is multiplied with would be too much for the first-level cache. An element's order is the same.
+            // Of few rows in the order of memory; of more each segment of them serves all groups while it is in the first-level cache. An element's order
+            // is the same.
             match rows <= ROWS_AT_ONCE {
                 true => {
                     for (group, sums) in sums.chunks_mut(COLS_AT_ONCE * rows).enumerate() {
                         starts
                             .clone()
-                            .for_each(|start| add(start, (group, &mut *sums)));
+                            .for_each(|start| add_segment(start, (group, &mut *sums)));
                     }
                 }
                 false => {
                     for start in starts {
                         let groups = sums.chunks_mut(COLS_AT_ONCE * rows).enumerate();
-                        groups.for_each(|group| add(start, group));
+                        groups.for_each(|group| add_segment(start, group));
                     }
                 }
             }

@@ -52,6 +52,15 @@ impl Lines {
     }
 }
 
+/// Asks the first-level cache for the line that a place is in.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(crate) fn prefetch<T>(place: *const T) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    // SAFETY: nothing is read, whatever the address.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(place.cast()) };
+}
+
 /// The lanes as f32.
 pub(crate) fn floats(lines: &[Line]) -> &[f32] {
     // SAFETY: a line is 16 lanes without padding, any bits are an f32, and the lifetime is that of the borrow.

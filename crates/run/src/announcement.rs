@@ -137,7 +137,7 @@ impl RunSpec {
         ));
         if self.kept_activations > 0 {
             observers.note(format!(
-                "activations of a rank that stay in memory while there is room: {}, from half of what is left of it; the others go to files",
+                "up to {} of a rank's activations stay in memory: half of what the run is expected to leave of it; what is more goes to files",
                 memory_in_words(self.kept_activations)
             ));
         }

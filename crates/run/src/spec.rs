@@ -10,7 +10,7 @@ use candle_parallel::{
     Parameters, Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
-use candle_trainer::{counted, memory_beside};
+use candle_trainer::{counted, memory_left};
 
 use crate::args::data::DataArgs;
 use crate::args::lora::LoraArgs;
@@ -234,19 +234,23 @@ impl RunSpec {
         }
     }
 
-    /// Lets as many activations stay in memory, of those that would go to files, as have room in half of what the ranks of this machine are
-    /// expected to leave of it.
+    /// Lets as many activations stay in memory, of those that would go to files, as have room in half of what the machine has left beside what its
+    /// ranks are expected to take. None stay if a folder is memory itself.
     pub(crate) fn keep_activations(&mut self, env: &RankEnv) -> Result<()> {
         let offload = self.training.layout.offload();
-        let go_to_files = offload.activations && !offload.dirs.is_empty() && !self.on_gpus;
-        if !go_to_files || self.training.strategy.num_servers() > 0 {
+        let go_to_disk = offload.activations
+            && !offload.dirs.is_empty()
+            && !offload.is_in_memory()
+            && !self.on_gpus;
+        if !go_to_disk || self.training.strategy.num_servers() > 0 {
             return Ok(());
         }
-        let (here, num_processes) = self.ranks_here(env);
+        let (here, _) = self.ranks_here(env);
         let num_ranks = here.len().max(1) as u64;
         let memory = self.memory(&self.model()?)?;
         let (peaks, _) = memory.of(here, self.degrees());
-        let left = memory_beside(peaks, num_processes).unwrap_or(0);
+        // Before any weight is there.
+        let left = memory_left().unwrap_or(0).saturating_sub(peaks);
         self.kept_activations = left / 2 / num_ranks;
         Ok(())
     }

@@ -39,12 +39,6 @@ impl AvailableMemory {
         let [left, all] = least_in(Path::new("/proc"), Path::new("/sys/fs/cgroup"))?;
         Some(Self { left, own, all })
     }
-
-    /// That so many processes like the calling one can have, with what they hold already.
-    pub fn for_processes(&self, num_processes: u64) -> u64 {
-        let own = self.own.saturating_mul(num_processes);
-        self.left.saturating_add(own)
-    }
 }
 
 /// The least that the machine and the groups leave, and the least that they have in all.

@@ -67,7 +67,7 @@ pub use held_out::held_out;
 pub use loss_range::{LossHistory, LossRange};
 pub use lr_schedule::{LrDecay, LrSchedule};
 pub use memory_report::{
-    LESS_MEMORY_HINT, check_memory, explain_out_of_memory, memory_beside, memory_in_words,
+    LESS_MEMORY_HINT, check_memory, explain_out_of_memory, memory_in_words, memory_left,
     peaks_in_words,
 };
 pub use metrics::{Metrics, MetricsLine};

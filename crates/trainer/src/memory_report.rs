@@ -71,11 +71,9 @@ pub fn check_memory(peaks: u64, at_least: u64, num_processes: usize) -> Result<O
     }
 }
 
-/// What this machine, or this process's control group, leaves beside ranks that take so many bytes; `None` where nothing tells.
-pub fn memory_beside(peaks: u64, num_processes: usize) -> Option<u64> {
-    let memory = AvailableMemory::of_process()?;
-    let available = memory.for_processes(num_processes as u64);
-    Some(available.saturating_sub(peaks))
+/// What this machine, or this process's control group, has left; `None` where nothing tells.
+pub fn memory_left() -> Option<u64> {
+    AvailableMemory::of_process().map(|memory| memory.left)
 }
 
 fn check_against(
@@ -91,7 +89,9 @@ fn check_against(
             memory_in_words(memory.all)
         );
     }
-    let available = memory.for_processes(num_processes);
+    // What the processes hold already is among what they need.
+    let own = memory.own.saturating_mul(num_processes);
+    let available = memory.left.saturating_add(own);
     Ok((peaks > available).then(|| {
         format!(
             "this run is expected to need {} of this machine's memory, of which it can have {}\n{LESS_MEMORY_HINT}",

@@ -106,7 +106,7 @@ fn inputs_stay_where_memory_is_left_and_the_plan_knows_it() {
     };
     let dry = program().switch("--dry-run").succeeds().stdout;
     assert!(
-        dry.contains("activations of a rank that stay in memory while there is room: "),
+        dry.contains(" of a rank's activations stay in memory: "),
         "{dry}"
     );
     // The machine of the test has room for all of these.

@@ -249,7 +249,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
     }
 
     /// Of these rows the columns whose panels of the right matrix are given. A panel of the left matrix stays in the first-level cache if `STAYS_LEFT`, while
-    /// those of the right one come from the second level, or the other way round; what stays next comes there meanwhile.
+    /// those of the right one come from the second level, or the other way round; what stays after it is asked for meanwhile.
     fn multiply_rows<K: Kernel, const STAYS_LEFT: bool>(
         &self,
         rows: Range<usize>,
@@ -308,13 +308,12 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
             |tile: usize| tile % num_tiles * tile_lines..(tile % num_tiles + 1) * tile_lines;
         let store = (self.target).storing((self.pass.is_first, self.pass.is_last));
         let mut pending: Option<Pending<'_, Out>> = None;
-        let mut last = 0..0;
         // SAFETY: the processor has what the kernel needs; nothing between here and the end leaves this thread.
         unsafe { K::begin() };
         for outer in 0..num_outer {
             for (i, (sum, panels)) in sums.iter().zip(&panels).enumerate() {
                 let is_last = i + 1 == sums.len();
-                // What stays in the first-level cache next.
+                // What stays after this one; it comes to the second level.
                 let ahead = match STAYS_LEFT {
                     true => panels.get(outer + 1).copied(),
                     false => rhs_starts.get(outer + 1).map(|col| rhs(sum, *col)),
@@ -331,7 +330,6 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
                     let extent = (rows.len(), cols.len());
                     let number = outer * num_inner + inner;
                     let places = [place_of(number), place_of(number + num_tiles - 1)];
-                    last = place_of(number);
                     let Ok([tile, before]) = tiles.get_disjoint_mut(places) else {
                         unreachable!("there are two tiles at least")
                     };
@@ -358,7 +356,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         }
         if let Some(pending) = &mut pending {
             // SAFETY: as above.
-            unsafe { pending.store(&tiles[last], 1, 1) };
+            unsafe { pending.store(&tiles[place_of(num_outer * num_inner - 1)], 1, 1) };
         }
         // SAFETY: as above.
         unsafe { K::end() };

@@ -40,10 +40,10 @@ pub(super) trait Kernel {
     /// `sums = lhs * rhs`, or `sums += lhs * rhs` if `add`, of packed panels: [`ROW_LINES`] of every `row_lines` lines of f32, of which the
     /// first `rows` and `cols` count. There are lines for all rows of a tile. The left panel is read again soon if `STAYS_LEFT`, else the right one.
     ///
-    /// Between its steps a kernel calls `aside`, with how many of how many are done: for work of instructions that it leaves idle, if it does.
+    /// Between its steps a kernel calls `aside`, with how many of how many are done, from 1 on: for work of instructions that it leaves idle, if it does.
     ///
     /// # Safety
-    /// The processor has the instructions, and [`Self::begin`] was called on this thread.
+    /// The processor has the instructions, and [`Self::begin`] was called on this thread. `aside` uses no kernel and waits for no other thread.
     unsafe fn multiply<const STAYS_LEFT: bool>(
         sums: &mut [Line],
         row_lines: usize,

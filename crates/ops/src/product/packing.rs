@@ -6,12 +6,12 @@
 
 use super::transpose::transposed;
 use crate::element::Element;
-use crate::lines::{LANES, Line};
+use crate::lines::{LANES, Line, prefetch};
 use crate::matrix::Matrix;
 use crate::product_lanes::Lanes;
 use candle_core::DType;
 use std::arch::x86_64::{
-    __m512i, _MM_HINT_T0, _MM_HINT_T1, _mm_prefetch, _mm512_setzero_si512, _mm512_store_si512,
+    __m512i, _MM_HINT_T1, _mm_prefetch, _mm512_setzero_si512, _mm512_store_si512,
 };
 use std::array::from_fn;
 use std::ops::Range;
@@ -210,6 +210,7 @@ macro_rules! impl_format {
                             from_fn(|i| {
                                 // The last vector also stands for those that the group lacks: without a branch.
                                 let vector = (group.start + i).min(group.end - 1);
+                                // What is read a few blocks later.
                                 prefetch(place(vector + group.len(), first_k));
                                 // SAFETY: the values lie in the matrix, by the check above.
                                 unsafe { $along(place(vector, first_k), len, part) }
@@ -299,11 +300,4 @@ fn groups(vectors: Range<usize>, width: usize) -> impl Iterator<Item = Range<usi
             .step_by(LANES)
             .map(move |first| first..end.min(first + LANES))
     })
-}
-
-/// Asks for what is read a few blocks later, with the next vectors or the next `k`.
-#[inline(always)]
-fn prefetch<T>(place: *const T) {
-    // SAFETY: nothing is read, whatever the address.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(place.cast()) };
 }

@@ -14,7 +14,7 @@ use std::ops::Range;
 ///
 /// # Safety
 /// Nobody else uses these rows of these columns meanwhile, and the passes before have stored theirs.
-pub(super) type Store<Target> = unsafe fn(&Target, Range<usize>, &Range<usize>, &[Line]);
+pub(super) type Store<T> = unsafe fn(&T, Range<usize>, &Range<usize>, &[Line]);
 
 /// What [`Target::store`] adds.
 const NOTHING: u8 = 0;
@@ -162,7 +162,8 @@ impl<'a, Out: Element> Target<'a, Out> {
                         (BIAS, Addend::Bias(bias), _) => {
                             Some(f32::terms(bias[col..][..len].as_ptr(), len))
                         }
-                        _ => None,
+                        (NOTHING, ..) => None,
+                        _ => unreachable!("there is what `storing` chose this for"),
                     };
                     let sums = match added {
                         Some(added) => _mm512_add_ps(sums, _mm512_castsi512_ps(added)),

@@ -7,6 +7,7 @@ use std::str::FromStr;
 use candle_core::{Error, Result, bail};
 use serde::{Deserialize, Serialize};
 
+use super::file_store::is_in_memory;
 use crate::memory::MemoryCategory;
 use crate::params::{DataParallel, ZeroStage};
 
@@ -92,6 +93,11 @@ impl Offload {
             );
         }
         Ok(())
+    }
+
+    /// Whether files of a folder are in memory: it is of a file system that has no disk (tmpfs).
+    pub fn is_in_memory(&self) -> bool {
+        self.dirs.iter().any(|dir| is_in_memory(dir))
     }
 
     /// Where a rank keeps the optimizer's state.

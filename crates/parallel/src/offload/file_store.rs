@@ -284,12 +284,16 @@ impl FileStore {
     }
 }
 
+/// Whether files of a folder are in memory.
+pub(super) fn is_in_memory(dir: &Path) -> bool {
+    statfs(dir).is_ok_and(|status| status.filesystem_type() == TMPFS_MAGIC)
+}
+
 /// Warns, once, of a folder whose files are in memory.
 fn warn_of_memory(dir: &Path) {
     static KNOWN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
-    let is_in_memory = statfs(dir).is_ok_and(|status| status.filesystem_type() == TMPFS_MAGIC);
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    if is_in_memory && known.insert(dir.to_path_buf()) {
+    if is_in_memory(dir) && known.insert(dir.to_path_buf()) {
         tracing::warn!(
             "the folder {} is of a file system in memory (tmpfs): what is kept there still takes memory",
             dir.display()

@@ -217,11 +217,6 @@ fn activations_that_were_away_are_what_they_were() {
             ..Offload::default()
         },
         Offload::all(),
-        // Some stay.
-        Offload {
-            kept_activations: 1500,
-            ..Offload::all()
-        },
     ];
     // Layouts, schedules, and of each stage how many of the five blocks it has.
     for (layout, schedule, num_blocks) in [
@@ -240,16 +235,30 @@ fn activations_that_were_away_are_what_they_were() {
             let trained =
                 |offload: &Offload| with_activations(layout, schedule, num_blocks, chain, offload);
             let want = trained(&Offload::default());
-            for place in &places {
+            let same = |place: &Offload| -> Vec<u64> {
                 let got = trained(&place.clone().in_dir(dir.path()));
-                for (want, (bits, loss, away)) in want.iter().zip(got) {
+                let ranks = want.iter().zip(got);
+                let same = |(want, (bits, loss, away)): (&(Bits, f64, u64), (Bits, f64, u64))| {
                     assert!(
                         (&want.0, want.1) == (&bits, loss),
                         "{layout:?} {schedule:?}"
                     );
-                    assert!(away > 0, "nothing was away");
-                }
+                    away
+                };
+                ranks.map(same).collect()
+            };
+            let [all_leave, with_others] = places.each_ref().map(same);
+            assert!(with_others.iter().all(|&away| away > 0));
+            // One has so many bytes.
+            let some_leave = same(&Offload {
+                kept_activations: 36 * dtype.size_in_bytes() as u64,
+                ..places[0].clone()
+            });
+            for (some, all) in some_leave.iter().zip(&all_leave) {
+                assert!(some < all, "{layout:?} {schedule:?}: {some} of {all}");
             }
+            // A stage may have no more than that one.
+            assert!(some_leave.iter().any(|&away| away > 0));
         }
     }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);

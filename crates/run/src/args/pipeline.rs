@@ -22,8 +22,8 @@ pub struct ScheduleArgs {
     /// Order of the micro-batches in the pipeline [default: 1f1b, or what offloaded weights ask for]
     ///
     /// The default is gpipe with a stage for each block where --offload has params and activations, in files, with --recompute full: each stage takes all
-    /// micro-batches before the next one, so a step reads the weights twice, however many micro-batches it has, whose inputs of stages are in
-    /// files meanwhile. But not with tied weights, tiles, parameter servers, or ranks that do not divide the blocks evenly.
+    /// micro-batches before the next one, so a step reads the weights twice, however many micro-batches it has, whose inputs of stages wait
+    /// meanwhile. But not with tied weights, tiles, parameter servers, or ranks that do not divide the blocks evenly.
     #[arg(long, value_parser = choice::<Schedule>())]
     #[serde(serialize_with = "some_by_name")]
     pub schedule: Option<Schedule>,
