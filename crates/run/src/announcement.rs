@@ -141,12 +141,16 @@ impl RunSpec {
                 memory_in_words(self.kept_activations)
             ));
         }
-        if !self.on_gpus {
-            let (here, num_processes) = self.ranks_here(&ranks.env);
-            let (peaks, least) = memory.of(here, self.degrees());
-            let warning = check_memory(peaks, least, num_processes)?;
-            warning.iter().for_each(|warning| observers.warn(warning));
-        }
+        let (here, num_processes) = self.ranks_here(&ranks.env);
+        let (peaks, least) = match self.on_gpus {
+            true => {
+                let held = memory.on_host(here, self.degrees());
+                (held, held)
+            }
+            false => memory.of(here, self.degrees()),
+        };
+        let warning = check_memory(peaks, least, num_processes)?;
+        warning.iter().for_each(|warning| observers.warn(warning));
         Ok(memory)
     }
 }

@@ -85,7 +85,8 @@ impl DryRun {
         observers.note(format!("{title}: {described}"));
         observers.note("the data is not read: the model has no tokenizer.json");
         let memory = spec.announce(whole, ranks, observers)?;
-        let needs = spec.space_needs(&save, whole, training.evaluation.has_data())?;
+        let mut needs = spec.space_needs(&save, whole, training.evaluation.has_data())?;
+        needs.extend(spec.offload_needs(&memory, &ranks.env));
         tell_space(&needs, observers);
         if ranks.is_first() {
             check_free_space(&needs)?;
@@ -139,7 +140,8 @@ impl TrainingRun<'_> {
             let resumed = resumed.as_ref().map(|resumed| &resumed.checkpoint);
             check_folders(&self.spec.training, resumed)?;
         }
-        let needs = self.space_needs(&settled.save)?;
+        let mut needs = self.space_needs(&settled.save)?;
+        needs.extend(self.spec.offload_needs(&memory, &self.ranks.env));
         tell_space(&needs, &self.observers);
         check_free_space(&needs)?;
         self.observers.note(DONE);

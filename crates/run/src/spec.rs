@@ -1,13 +1,14 @@
 //! A run with all of its defaults filled, of which arithmetic tells what it will do.
 
 use std::ops::Range;
+use std::path::PathBuf;
 
 use candle_comm::{Degrees, RankEnv};
 use candle_core::{Device, Result, bail};
 use candle_parallel::checkpoint::{CheckpointSaver, HfSave, SpaceNeed};
 use candle_parallel::{
-    AdamW, AdamWConfig, MemoryPlan, MemoryReport, ModelSpec, Offload, Optimizer, ParamStore,
-    Parameters, Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
+    AdamW, AdamWConfig, MemoryCategory, MemoryPlan, MemoryReport, ModelSpec, Offload, Optimizer,
+    ParamStore, Parameters, Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::{counted, memory_left};
@@ -75,24 +76,63 @@ pub(crate) struct RanksMemory {
     pub largest: MemoryReport,
     /// The most bytes on any rank at a time.
     pub peak: u64,
-    /// Of each rank of the first replica, which others are like, the most bytes at a time, and those between steps.
-    of_ranks: Vec<(u64, u64)>,
+    /// Of each rank of the first replica, which others are like.
+    of_ranks: Vec<RankMemory>,
+}
+
+/// Bytes that a rank holds.
+#[derive(Clone, Copy, Debug)]
+struct RankMemory {
+    /// Of its device the most at a time, and those between steps.
+    peak: u64,
+    now: u64,
+    /// Of the host beside a device that has memory of its own.
+    host: u64,
+    /// In files.
+    disk: u64,
 }
 
 impl RanksMemory {
     /// What these ranks of `degrees` hold together: the sum of their peaks, and what they hold at the peak of one of them at least.
     pub fn of(&self, ranks: Range<usize>, degrees: Degrees) -> (u64, u64) {
-        let Degrees { pp, dp, cp, tp } = degrees;
         let (mut peaks, mut between, mut most) = (0u64, 0u64, 0);
-        for rank in ranks.start..ranks.end.min(pp * dp * cp * tp) {
-            let like = rank / (dp * cp * tp) * tp + rank % tp;
-            if let Some((peak, now)) = self.of_ranks.get(like) {
-                peaks = peaks.saturating_add(*peak);
-                between = between.saturating_add(*now);
-                most = most.max(peak.saturating_sub(*now));
-            }
+        for RankMemory { peak, now, .. } in ranks.filter_map(|rank| self.of_rank(rank, degrees)) {
+            peaks = peaks.saturating_add(peak);
+            between = between.saturating_add(now);
+            most = most.max(peak.saturating_sub(now));
         }
         (peaks, between.saturating_add(most))
+    }
+
+    /// What these ranks hold of the host's memory beside GPUs.
+    pub fn on_host(&self, ranks: Range<usize>, degrees: Degrees) -> u64 {
+        let of_ranks = ranks.filter_map(|rank| self.of_rank(rank, degrees));
+        of_ranks.fold(0, |sum, of| sum.saturating_add(of.host))
+    }
+
+    /// What these ranks keep in files, in each of these folders, which they take in turn.
+    pub fn in_folders(
+        &self,
+        ranks: Range<usize>,
+        degrees: Degrees,
+        folders: &[PathBuf],
+    ) -> Vec<SpaceNeed> {
+        let need_of = |(turn, folder): (usize, &PathBuf)| {
+            let ranks = (ranks.clone()).filter(|rank| rank % folders.len() == turn);
+            let of_ranks = ranks.filter_map(|rank| self.of_rank(rank, degrees));
+            SpaceNeed {
+                folder: folder.clone(),
+                num_bytes: of_ranks.fold(0, |sum, of| sum.saturating_add(of.disk)),
+                what: "what is offloaded",
+            }
+        };
+        folders.iter().enumerate().map(need_of).collect()
+    }
+
+    fn of_rank(&self, rank: usize, Degrees { pp, dp, cp, tp }: Degrees) -> Option<RankMemory> {
+        let like = rank / (dp * cp * tp) * tp + rank % tp;
+        let of_rank = self.of_ranks.get(like).copied();
+        of_rank.filter(|_| rank < pp * dp * cp * tp)
     }
 }
 
@@ -255,6 +295,12 @@ impl RunSpec {
         Ok(())
     }
 
+    /// The room that the ranks of this machine take in the folders of what is offloaded.
+    pub(crate) fn offload_needs(&self, memory: &RanksMemory, env: &RankEnv) -> Vec<SpaceNeed> {
+        let (here, _) = self.ranks_here(env);
+        memory.in_folders(here, self.degrees(), &self.training.layout.offload().dirs)
+    }
+
     /// The ranks on this machine, and the processes that they are in; of workers of parameter servers nothing is known.
     pub(crate) fn ranks_here(&self, env: &RankEnv) -> (Range<usize>, usize) {
         match env.world_size() {
@@ -282,8 +328,12 @@ impl RunSpec {
             if rank == 0 {
                 memory.first = report;
             }
-            let now = report.on_device(|of| of.now);
-            memory.of_ranks.push((peak, now));
+            memory.of_ranks.push(RankMemory {
+                peak,
+                now: report.on_device(|of| of.now),
+                host: report.of(MemoryCategory::Host).peak,
+                disk: report.of(MemoryCategory::Disk).peak,
+            });
             memory.largest = memory.largest.max(&report);
             memory.peak = memory.peak.max(peak);
         }
@@ -320,7 +370,7 @@ impl RunSpec {
 
 #[cfg(test)]
 mod tests {
-    use super::{Degrees, MemoryReport, RanksMemory};
+    use super::{Degrees, MemoryReport, PathBuf, RankMemory, RanksMemory};
 
     #[test]
     fn ranks_together_hold_less_than_the_largest_times_their_number() {
@@ -329,7 +379,14 @@ mod tests {
             largest: MemoryReport::default(),
             peak: 100,
             // Two stages of two parts each.
-            of_ranks: vec![(100, 60), (90, 60), (40, 10), (30, 10)],
+            of_ranks: [(100, 60, 7), (90, 60, 5), (40, 10, 3), (30, 10, 2)]
+                .map(|(peak, now, away)| RankMemory {
+                    peak,
+                    now,
+                    host: away,
+                    disk: 10 * away,
+                })
+                .to_vec(),
         };
         let degrees = Degrees {
             pp: 2,
@@ -340,6 +397,13 @@ mod tests {
         assert_eq!(memory.of(0..8, degrees), (520, 280 + 40));
         // The second host of two: the last stage, of both replicas.
         assert_eq!(memory.of(4..8, degrees), (140, 40 + 30));
+        assert_eq!(memory.on_host(0..8, degrees), 2 * (7 + 5 + 3 + 2));
+        assert_eq!(memory.on_host(4..9, degrees), 2 * (3 + 2));
+        // Ranks 0, 3, 6, then 1, 4, 7, then 2, 5.
+        let folders = ["a", "b", "c"].map(PathBuf::from);
+        let needs = memory.in_folders(0..8, degrees, &folders);
+        let bytes: Vec<u64> = needs.iter().map(|need| need.num_bytes).collect();
+        assert_eq!(bytes, [70 + 50 + 30, 50 + 30 + 20, 70 + 20]);
         // The workers behind two parameter servers are unknown.
         let servers = Degrees {
             dp: 2,

@@ -19,7 +19,9 @@ fn the_checkpoint_is_the_same_wherever_weights_and_state_are() {
             let program = workspace.finetune().flag("--dtype", dtype);
             let flags = places.iter();
             flags
-                .fold(program, |program, (flag, value)| program.flag(flag, *value))
+                .fold(program, |program, (flag, value)| {
+                    program.argument(flag).argument(value)
+                })
                 .succeeds();
             read_checkpoint(&workspace.output())
         };
@@ -114,6 +116,26 @@ fn inputs_stay_where_memory_is_left_and_the_plan_knows_it() {
     let run = program().succeeds().stdout;
     let held = activations(&run, "memory of the largest rank: ");
     assert!((held / expected - 1.0).abs() < 0.02, "{held} {expected}");
+}
+
+#[test]
+fn a_dry_run_tells_the_room_of_each_folder() {
+    let workspace = Workspace::new();
+    let folders = ["first", "second"].map(|name| workspace.path(name));
+    let program = workspace.finetune().flag("--tp", 1).flag("--pp", 1);
+    let program = program.flag("--dp", 2).flag("--offload", "optimizer");
+    let program = folders.iter().fold(program, |program, folder| {
+        fs::create_dir(folder).unwrap();
+        program.argument("--offload-dir").argument(folder.display())
+    });
+    let said = program.switch("--dry-run").succeeds().stdout;
+    for folder in &folders {
+        let folder = folder.display().to_string();
+        let line = said.lines().find(|line| line.contains(&folder));
+        let line = line.unwrap_or_else(|| panic!("no line of {folder}: {said}"));
+        assert!(line.starts_with("room for what is offloaded: "), "{line}");
+        assert!(!line.contains(": 0 "), "{line}");
+    }
 }
 
 #[test]
