@@ -2,11 +2,11 @@
 """Kills a run that saves after each step at random moments, resumes it, and compares its end with that of a run that was left alone.
 
     cargo build --release -p candle-train-cli [--features mpi]
-    scripts/kill_runs.py [--kills 50] [--mpi RANKS] [--seed 0]
+    scripts/kill_runs.py [--kills 50] [--mpi RANKS] [--seed 0] [--some-with "FLAGS"]
 
 `kill -9` goes to the process, or with --mpi to one of the ranks or to mpirun, during writes too: the moments are drawn from half the
 length of a run, so that the attempts of a run, each of which resumes, reach all of its steps and its end. In the end weights and metrics
-must be the same bits, but for times.
+must be the same bits, but for times. Every other attempt, by chance, has the FLAGS, which are to change no bit, as "--offload all --offload-dir DIR".
 """
 import argparse
 import collections
@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import random
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -23,14 +24,14 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "target/release/candle-train"
 # What differs between two runs of the same: times, bytes, and the run's name.
-TIMES = {"tokens_per_sec", "positions_per_sec", "step_secs", "gflops_per_sec", "memory", "run"}
+TIMES = {"tokens_per_sec", "positions_per_sec", "step_secs", "gflops_per_sec", "memory", "pipeline", "run"}
 
 
-def command(folder, ranks, program):
-    """A run in `folder`."""
+def command(folder, ranks, program, more=()):
+    """A run in `folder`, with more flags."""
     flags = ["--model", ROOT / "tests/fixtures/gqa/model", "--data", ROOT / "tests/fixtures/text.txt", "--output", folder / "output",
              "--metrics", folder / "metrics.jsonl", "--save-dir", folder / "saves", "--save-every", "1", "--resume", "latest",
-             "--steps", "40", "--seq-len", "16", "--global-batch-size", "4", "--micro-batch-size", "1", "--sample-tokens", "0"]
+             "--steps", "40", "--seq-len", "16", "--global-batch-size", "4", "--micro-batch-size", "1", "--sample-tokens", "0", *more]
     if not ranks:
         return [program, "finetune", *flags, "--pp", "2", "--tp", "2", "--dp", "2"]
     launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
@@ -92,6 +93,7 @@ def main():
     p.add_argument("--kills", type=int, default=50)
     p.add_argument("--mpi", type=int, metavar="RANKS", help="processes over MPI in place of threads")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--some-with", type=shlex.split, default=[], metavar="FLAGS", help="flags that an attempt has or has not")
     p.add_argument("--program", type=pathlib.Path, default=PROGRAM)
     a = p.parse_args()
     random.seed(a.seed)
@@ -110,7 +112,8 @@ def main():
                 interrupted.mkdir()
             # After the last kill the run may end.
             moment = random.uniform(0, 0.5 * length) if kills.total() < a.kills else 100 * length
-            if killed := attempt(command(interrupted, a.mpi, a.program), moment):
+            more = random.choice([a.some_with, []])
+            if killed := attempt(command(interrupted, a.mpi, a.program, more), moment):
                 kills[killed] += 1
                 continue
             if result(interrupted) != want:
