@@ -235,9 +235,12 @@ impl Case {
                 ..Offload::default()
             }
             .in_dir(dir.path()),
-            _ => Offload {
-                // Two or four micro-batches' input of a layer, and a part of one.
-                kept_activations: (self.offload as u64 - 4) * 4 * 256 * (2 * SEQ_LEN as u64 + 1),
+            place => Offload {
+                kept_activations: match place {
+                    4 => 0,
+                    // Two inputs of a layer in f32, or four in bf16, and less than another one.
+                    _ => (2 * SEQ_LEN as u64 + 1) * 256 * 4,
+                },
                 // So that layers are updated in parts.
                 update_values: 50_000,
                 ..Offload::all().in_dir(dir.path())

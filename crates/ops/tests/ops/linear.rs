@@ -253,9 +253,10 @@ fn few_rows_are_multiplied_with_what_weights_hold_and_each_alone() -> Result<()>
                     "{form:?} {num_in} {num_out}: {off}"
                 );
             }
-            for row in [0, 5] {
-                let alone = product(&xs.get(1)?.narrow(0, row, 1)?, None, None)?;
-                let beside = plain.get(1)?.narrow(0, row, 1)?;
+            // As many rows as are summed at once, more, and numbers that are cut into these.
+            for (row, count) in [(0, 1), (5, 1), (6, 2), (1, 3), (2, 4), (0, 5), (0, 8)] {
+                let alone = product(&xs.get(1)?.narrow(0, row, count)?, None, None)?;
+                let beside = plain.get(1)?.narrow(0, row, count)?;
                 assert_eq!(alone.to_vec2::<f32>()?, beside.to_vec2::<f32>()?);
             }
             let narrow = xs.to_dtype(DType::BF16)?;

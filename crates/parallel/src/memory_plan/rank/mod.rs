@@ -322,14 +322,14 @@ impl<'a> PlannedRank<'a> {
                         }
                     }
                     // The gradient for the block before it.
-                    if block > self.num_frozen {
+                    if block > self.num_frozen || unit.stage > 0 {
                         let grad = passes.input_bytes(block);
                         self.held.hold(activations, grad);
                         self.held.free(activations, grad);
                     }
                 }
-                let is_passed_on = blocks.start > self.num_frozen && unit.stage > 0;
-                if is_passed_on && self.is_given_here(passes, unit.stage - 1, unit.stage) {
+                // Also to a stage that is frozen: this one does not know it.
+                if unit.stage > 0 && self.is_given_here(passes, unit.stage - 1, unit.stage) {
                     self.put_waiting(gradient(blocks.start), passes.input_bytes(blocks.start));
                 }
             }
