@@ -30,6 +30,7 @@ mod attention_merge;
 #[cfg(any(test, feature = "cudnn"))]
 mod attention_rectangle;
 mod attention_spec;
+mod awake;
 mod blocks;
 mod chunks;
 mod cross_entropy;

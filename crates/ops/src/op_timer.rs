@@ -2,6 +2,7 @@
 //! only looks whether it has.
 
 use crate::OpTime;
+use crate::awake::keep_pool_awake;
 use crate::op_times::{OpName, OpTimes};
 use candle_core::{DType, Result, bail};
 use std::cell::RefCell;
@@ -45,7 +46,9 @@ pub(crate) fn product(
 pub(crate) struct OpTimer(Option<(OpName, Instant)>);
 
 impl OpTimer {
+    /// Each operation on the CPU begins here.
     fn start(name: OpName) -> Self {
+        keep_pool_awake();
         let is_timed = RUNNING.with_borrow_mut(|running| match running {
             Some(running) => !std::mem::replace(&mut running.is_in_op, true),
             None => false,
