@@ -86,7 +86,7 @@ mod tests {
             assert_eq!(num_awake(), 1);
             // Work that is shared out meanwhile is done by both, whoever of them is awake.
             let sum: usize = (0..10_000usize).into_par_iter().map(|i| i % 7).sum();
-            assert_eq!(sum, (0..10_000).map(|i| i % 7).sum());
+            assert_eq!(sum, (0..10_000).map(|i| i % 7).sum::<usize>());
             let (start, limit) = (Instant::now(), Duration::from_secs(60));
             while num_awake() > 0 {
                 assert!(start.elapsed() < limit, "a thread has not gone to sleep");

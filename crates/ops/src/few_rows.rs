@@ -211,12 +211,12 @@ mod avx512 {
 
 /// The sum of products of matrices of few rows with others whose columns lie in memory as rows, row by row; `None` if they are none.
 pub(crate) fn few_rows_product<T: Element>(factors: &[Factors<'_, T>]) -> Option<Vec<f32>> {
-    let (rows, cols) = (factors[0].0.rows, factors[0].1.cols);
+    let (rows, cols) = (factors[0].lhs.rows, factors[0].rhs.cols);
     if rows > MAX_ROWS {
         return None;
     }
     let mut pairs = Vec::new();
-    for (lhs, rhs) in factors.iter().filter(|(lhs, _)| lhs.cols > 0) {
+    for Factors { lhs, rhs, .. } in factors.iter().filter(|factors| factors.lhs.cols > 0) {
         let lies_in_rows = lhs.col_stride == 1 || lhs.cols == 1;
         let weight = Floats::of_columns(rhs).filter(|_| lies_in_rows)?;
         let rows = (0..rows).map(|row| &lhs.data[row * lhs.row_stride..][..lhs.cols]);
@@ -326,7 +326,7 @@ impl<W: WeightRows> Segment<'_, W> {
 mod tests {
     use super::{MAX_ROWS, few_rows_product};
     use crate::element::Element;
-    use crate::matrix::Matrix;
+    use crate::matrix::{Factors, Matrix};
     use half::{bf16, f16};
 
     /// Numbers in -1..1, of `T`.
@@ -343,7 +343,10 @@ mod tests {
             let product = |first: usize, rows: usize| {
                 let lhs = Matrix::new(&xs[first * (num_k + 3)..], rows, num_k, num_k + 3);
                 let rhs = |values| Matrix::new(values, cols, num_k, num_k + 2).t();
-                few_rows_product(&[(lhs, rhs(&weight[..])), (lhs, rhs(&other[..]))]).unwrap()
+                few_rows_product(
+                    &[&weight, &other].map(|weight| Factors::new(lhs, rhs(&weight[..]))),
+                )
+                .unwrap()
             };
             let all = product(0, MAX_ROWS);
             for (i, got) in all.iter().enumerate() {
@@ -387,9 +390,11 @@ mod tests {
             Matrix::new(&values, 17, 8, 8),
         );
         let weight = Matrix::new(&values, 9, 8, 8).t();
-        assert!(few_rows_product(&[(few, weight)]).is_some());
-        assert!(few_rows_product(&[(many, weight)]).is_none());
-        assert!(few_rows_product(&[(few, Matrix::new(&values, 8, 9, 9))]).is_none());
-        assert!(few_rows_product(&[(Matrix::new(&values, 8, 2, 2).t(), weight)]).is_none());
+        assert!(few_rows_product(&[Factors::new(few, weight)]).is_some());
+        assert!(few_rows_product(&[Factors::new(many, weight)]).is_none());
+        assert!(few_rows_product(&[Factors::new(few, Matrix::new(&values, 8, 9, 9))]).is_none());
+        assert!(
+            few_rows_product(&[Factors::new(Matrix::new(&values, 8, 2, 2).t(), weight)]).is_none()
+        );
     }
 }

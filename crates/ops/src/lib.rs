@@ -69,6 +69,7 @@ mod op_output;
 mod op_timer;
 mod op_times;
 mod packed;
+mod packed_weight;
 mod processor;
 #[cfg(target_arch = "x86_64")]
 mod product;
@@ -116,6 +117,7 @@ pub use linear_grad::{
 pub use master_remainder::{join_master, split_master};
 pub use matmul_precision::MatmulPrecision;
 pub use op_output::OpOutput;
+pub use packed_weight::{LinearWeight, PackedWeight};
 pub use product_choice::ProductChoice;
 pub use profile::{OpTime, Profile};
 pub use quantized::{

@@ -16,6 +16,7 @@ use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad
 use crate::matrix::{Addend, Factors, Matrix};
 use crate::matrix_product::{new_product, parallel_product};
 use crate::op_timer;
+use crate::packed_weight::{LinearWeight, PackedWeight, WeightUse};
 use crate::{OpOutput, ProductChoice, with_backward2, with_backward3};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -31,7 +32,7 @@ const NAME: &str = "linear";
 /// # Errors
 /// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let y = forward(xs, weight, bias)?;
+    let y = forward(xs, weight.into(), bias)?;
     let (x, w) = (xs.detach(), weight.detach());
     let (x_tracked, w_tracked) = (xs.track_op(), weight.track_op());
     let grads = move |dy: &Tensor| -> Result<(Option<Tensor>, Option<Tensor>)> {
@@ -58,7 +59,7 @@ pub fn linear(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Ten
 /// # Errors
 /// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear_forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    Ok(forward(xs, weight, bias)?.into_tensor())
+    LinearWeight::from(weight).forward(xs, bias)
 }
 
 /// How the rows of a weight lie in a tensor (out, ..).
@@ -174,7 +175,33 @@ fn values_of<B: Block>(op: &str, weight: &Tensor, row_bytes: usize) -> Result<us
 /// # Errors
 /// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear_forward_add(residual: &Tensor, xs: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    LinearWeight::from(weight).forward_add(residual, xs)
+}
+
+impl LinearWeight<'_> {
+    /// [`linear_forward`] with this weight.
+    ///
+    /// # Errors
+    /// Those of [`linear_forward`].
+    pub fn forward(self, xs: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        Ok(forward(xs, self, bias)?.into_tensor())
+    }
+
+    /// [`linear_forward_add`] with this weight.
+    ///
+    /// # Errors
+    /// Those of [`linear_forward_add`].
+    pub fn forward_add(self, residual: &Tensor, xs: &Tensor) -> Result<Tensor> {
+        forward_add(residual, xs, self)
+    }
+}
+
+fn forward_add(residual: &Tensor, xs: &Tensor, weight: LinearWeight<'_>) -> Result<Tensor> {
     let op = "linear_forward_add";
+    let LinearWeight {
+        values: weight,
+        packed,
+    } = weight;
     let dims = dims(op, xs, weight)?;
     if residual.dims() != dims {
         bail!(
@@ -191,12 +218,16 @@ pub fn linear_forward_add(residual: &Tensor, xs: &Tensor, weight: &Tensor) -> Re
     let residual = HostFloats::new(op, "residual", residual)?;
     one_dtype(op, &[("residual", &residual), ("xs", &product.xs)])?;
     Ok(by_float!(product.xs.dtype(), T => {
-        let y = product.compute::<T>(Addend::Values(&residual.read_as()));
+        let y = product.compute::<T>(Addend::Values(&residual.read_as()), packed);
         OpOutput::of(y, dims).into_tensor()
     }))
 }
 
-fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<OpOutput> {
+fn forward(xs: &Tensor, weight: LinearWeight<'_>, bias: Option<&Tensor>) -> Result<OpOutput> {
+    let LinearWeight {
+        values: weight,
+        packed,
+    } = weight;
     let dims = dims(NAME, xs, weight)?;
     let num_out = weight.dims()[0];
     if let Some(bias) = bias.filter(|bias| bias.dims() != [num_out]) {
@@ -218,7 +249,7 @@ fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<OpOutp
     };
     Ok(by_float!(product.xs.dtype(), T => {
         let addend = bias.as_deref().map_or(Addend::Nothing, Addend::Bias);
-        OpOutput::of(product.compute::<T>(addend), dims)
+        OpOutput::of(product.compute::<T>(addend, packed), dims)
     }))
 }
 
@@ -249,13 +280,17 @@ impl Rows {
     }
 
     /// The product of values of `T`.
-    fn compute<T: Element>(&self, addend: Addend<'_, T>) -> Vec<T> {
+    fn compute<T: Element>(&self, addend: Addend<'_, T>, packed: Option<&PackedWeight>) -> Vec<T> {
         let (xs, weight) = (self.xs.read_as::<T>(), self.weight.read_as::<T>());
-        parallel_product(addend, &[self.factors(&xs, &weight)])
+        let factors = self.factors(&xs, &weight);
+        let panels =
+            packed.and_then(|packed| packed.panels(WeightUse::Forward, self.rows, factors.rhs));
+        let panels = panels.as_deref();
+        parallel_product(addend, &[Factors { panels, ..factors }])
     }
 
     fn factors<'a, T>(&self, xs: &'a [T], weight: &'a [T]) -> Factors<'a, T> {
-        (
+        Factors::new(
             Matrix::new(xs, self.rows, self.num_in, self.num_in),
             Matrix::new(weight, self.num_out, self.num_in, self.num_in).t(),
         )

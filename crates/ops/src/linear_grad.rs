@@ -8,9 +8,10 @@ use crate::half_precision::add_values;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::in_place::{len_must_be, write};
 use crate::linear::{rows_of, weight_dims};
-use crate::matrix::{Addend, Matrix, MatrixMut};
+use crate::matrix::{Addend, Factors, Matrix, MatrixMut};
 use crate::matrix_product::parallel_product;
 use crate::op_timer;
+use crate::packed_weight::{LinearWeight, WeightUse};
 use crate::{OpOutput, ProductChoice};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -22,7 +23,7 @@ use candle_core::{DType, Result, Tensor, bail};
 /// # Errors
 /// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear_input_grad(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    input_grad("linear_input_grad", &[(dy, weight)])
+    LinearWeight::from(weight).input_grad(dy)
 }
 
 /// Gradient of the input of several linear layers: the sum of `dy W` over the terms `(dy, W)`, outside any graph.
@@ -33,13 +34,34 @@ pub fn linear_input_grad(dy: &Tensor, weight: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// When there is no term, the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear_input_grad_sum(terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
-    input_grad("linear_input_grad_sum", terms)
+    let terms = terms.iter().map(|(dy, weight)| (*dy, (*weight).into()));
+    LinearWeight::input_grad_sum(&terms.collect::<Vec<_>>())
 }
 
-fn input_grad(op: &'static str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> {
-    let Some((first, _)) = terms.first() else {
+impl LinearWeight<'_> {
+    /// [`linear_input_grad`] of this weight.
+    ///
+    /// # Errors
+    /// Those of [`linear_input_grad`].
+    pub fn input_grad(self, dy: &Tensor) -> Result<Tensor> {
+        input_grad("linear_input_grad", &[(dy, self)])
+    }
+
+    /// [`linear_input_grad_sum`] of such weights.
+    ///
+    /// # Errors
+    /// Those of [`linear_input_grad_sum`].
+    pub fn input_grad_sum(terms: &[(&Tensor, Self)]) -> Result<Tensor> {
+        input_grad("linear_input_grad_sum", terms)
+    }
+}
+
+fn input_grad(op: &'static str, weighted: &[(&Tensor, LinearWeight<'_>)]) -> Result<Tensor> {
+    let Some((first, _)) = weighted.first() else {
         bail!("{op}: expected at least one term, got none")
     };
+    let terms = weighted.iter().map(|(dy, weight)| (*dy, weight.values));
+    let terms: &[(&Tensor, &Tensor)] = &terms.collect::<Vec<_>>();
     let dims = dims_of_sum(op, terms)?;
     on_cuda!(first => crate::cuda::linear_input_grad(op, &dims, terms));
     let all_out = terms.iter().map(|(_, weight)| weight.dims()[0]).sum();
@@ -58,12 +80,20 @@ fn input_grad(op: &'static str, terms: &[(&Tensor, &Tensor)]) -> Result<Tensor> 
         let values: Vec<_> = values.collect();
         let factors = terms.iter().zip(&values).map(|((_, weight), (dy, weight_values))| {
             let (num_out, num_in) = weight_dims(op, weight)?;
-            Ok((
+            Ok(Factors::new(
                 Matrix::new(dy, rows, num_out, num_out),
                 Matrix::new(weight_values, num_out, num_in, num_in),
             ))
         });
-        let factors: Vec<_> = factors.collect::<Result<_>>()?;
+        let mut factors: Vec<_> = factors.collect::<Result<_>>()?;
+        let panels = weighted.iter().zip(&factors).map(|((_, weight), factors)| {
+            let packed = weight.packed?;
+            packed.panels(WeightUse::InputGrad, rows, factors.rhs)
+        });
+        let panels: Vec<_> = panels.collect();
+        for (factors, panels) in factors.iter_mut().zip(&panels) {
+            factors.panels = panels.as_deref();
+        }
         OpOutput::of(parallel_product::<T, T>(Addend::Nothing, &factors), dims).into_tensor()
     }))
 }
@@ -109,7 +139,7 @@ pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
     let (dy, xs) = dy_and_xs(op, dy, xs)?;
     Ok(by_float!(dy.dtype(), T => {
         let (dy, xs) = (dy.read_as::<T>(), xs.read_as::<T>());
-        let factors = (
+        let factors = Factors::new(
             Matrix::new(&dy, rows, num_out, num_out).t(),
             Matrix::new(&xs, rows, num_in, num_in),
         );
@@ -137,7 +167,7 @@ pub fn linear_weight_grad_into(dst: &Tensor, add: bool, dy: &Tensor, xs: &Tensor
     let addend = if add { Addend::Result } else { Addend::Nothing };
     by_float!(dy.dtype(), T => {
         let (dy, xs) = (dy.read_as::<T>(), xs.read_as::<T>());
-        let factors = (
+        let factors = Factors::new(
             Matrix::new(&dy, rows, num_out, num_out).t(),
             Matrix::new(&xs, rows, num_in, num_in),
         );

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use crate::element::Element;
+use crate::packed_weight::Panels;
 use crate::vectorised::vectorised;
 use std::marker::PhantomData;
 
@@ -34,7 +35,20 @@ pub(crate) struct Matrix<'a, T = f32> {
 }
 
 /// Two matrices to multiply.
-pub(crate) type Factors<'a, T = f32> = (Matrix<'a, T>, Matrix<'a, T>);
+#[derive(Clone, Copy)]
+pub(crate) struct Factors<'a, T = f32> {
+    pub(crate) lhs: Matrix<'a, T>,
+    pub(crate) rhs: Matrix<'a, T>,
+    /// The right one once more, in the order in which products read it.
+    pub(crate) panels: Option<&'a Panels>,
+}
+
+impl<'a, T> Factors<'a, T> {
+    pub(crate) fn new(lhs: Matrix<'a, T>, rhs: Matrix<'a, T>) -> Self {
+        let panels = None;
+        Self { lhs, rhs, panels }
+    }
+}
 
 impl<'a, T> Matrix<'a, T> {
     /// `rows` rows of `cols` elements, `row_stride` apart, from the start of `data`.

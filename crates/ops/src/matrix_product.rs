@@ -53,7 +53,7 @@ impl<Out: Element> MatrixMut<'_, Out> {
         addend: Addend<'_, Out>,
         factors: &[Factors<'_, T>],
     ) {
-        for (lhs, rhs) in factors {
+        for Factors { lhs, rhs, .. } in factors {
             self.check_shapes(*lhs, *rhs);
         }
         match addend {
@@ -66,7 +66,7 @@ impl<Out: Element> MatrixMut<'_, Out> {
         }
         #[cfg(target_arch = "x86_64")]
         if product::is_worth_it::<T>(self.rows, self.cols)
-            && factors.iter().any(|(lhs, _)| lhs.cols > 0)
+            && factors.iter().any(|factors| factors.lhs.cols > 0)
         {
             // SAFETY: the processor can, the shapes fit, and this is the only access to the elements.
             return unsafe { product::product(self, addend, factors) };
@@ -80,7 +80,8 @@ impl<Out: Element> MatrixMut<'_, Out> {
         addend: Addend<'_, Out>,
         factors: &[Factors<'_, T>],
     ) {
-        let multiplications = |(lhs, rhs): &Factors<'_, T>| lhs.rows * lhs.cols * rhs.cols;
+        let multiplications =
+            |factors: &Factors<'_, T>| factors.lhs.rows * factors.lhs.cols * factors.rhs.cols;
         let multiplications: usize = factors.iter().map(multiplications).sum();
         let parallelism = match rayon::current_num_threads() {
             threads if threads > 1 && multiplications > PARALLEL_MULTIPLICATIONS => {
@@ -89,7 +90,7 @@ impl<Out: Element> MatrixMut<'_, Out> {
             _ => Parallelism::None,
         };
         let add = |sums: &mut MatrixMut<'_>, add: bool| {
-            for (i, (lhs, rhs)) in factors.iter().enumerate() {
+            for (i, Factors { lhs, rhs, .. }) in factors.iter().enumerate() {
                 let [l, r] = [lhs.data, rhs.data].map(in_f32);
                 sums.write(add || i > 0, lhs.with(&l), rhs.with(&r), parallelism);
             }
@@ -217,7 +218,7 @@ pub(crate) fn parallel_product<T: Element, Out: Element>(
     factors: &[Factors<'_, T>],
 ) -> Vec<Out> {
     assert!(!matches!(addend, Addend::Result));
-    let (rows, cols) = (factors[0].0.rows, factors[0].1.cols);
+    let (rows, cols) = (factors[0].lhs.rows, factors[0].rhs.cols);
     new_product(rows, cols, |out| out.parallel_product(addend, factors))
 }
 

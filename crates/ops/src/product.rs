@@ -18,19 +18,23 @@ mod emulated;
 mod kernel;
 mod packed;
 mod packing;
+mod panels;
 mod registers;
 mod store;
 mod transpose;
 
 use crate::element::Element;
-use crate::matrix::{Addend, Factors, MatrixMut};
+use crate::lines::Line;
+use crate::matrix::{Addend, Factors, Matrix, MatrixMut};
 use crate::processor::has_avx512;
 use crate::{MatmulPrecision, ProductChoice};
 pub(crate) use amx::Amx;
 use blocks::multiply;
 use candle_core::DType;
 pub(crate) use packed::Small;
+pub(crate) use panels::Panels;
 pub(crate) use registers::{Dots, MultiplyAdds};
+use std::sync::Arc;
 
 /// With fewer rows or columns than this, tiles are mostly empty.
 const MIN_EXTENT: usize = 28;
@@ -52,6 +56,45 @@ pub(crate) unsafe fn product<T: Element, Out: Element>(
     let precision = MatmulPrecision::get();
     // SAFETY: the processor has what the kernel needs, the rest as promised by the caller.
     unsafe { with_kernel!(T, precision, K => multiply::<K, T, Out>(out, addend, factors)) };
+}
+
+/// Memory for the panels of a right matrix (k, cols) of values of `T`, of which none is written; `None` if no product here reads such panels.
+pub(crate) fn new_panels<T: Element>(num_k: usize, cols: usize) -> Option<Panels> {
+    panel_bytes::<T>(num_k, cols)?;
+    let mut panels = None;
+    with_kernel!(T, MatmulPrecision::get(), K => panels = Some(Panels::new::<K, T>(num_k, cols)));
+    panels
+}
+
+/// Bytes of these panels.
+pub(crate) fn panel_bytes<T: Element>(num_k: usize, cols: usize) -> Option<usize> {
+    if num_k == 0 || !is_worth_it::<T>(MIN_EXTENT, cols) {
+        return None;
+    }
+    let mut num_lines = 0;
+    with_kernel!(T, MatmulPrecision::get(), K => num_lines = Panels::num_lines::<K, T>(num_k, cols));
+    Some(num_lines * size_of::<Line>())
+}
+
+/// Writes the panels of a right matrix for which a product [is worth it](is_worth_it), if they are not those already that this process needs now.
+pub(crate) fn fill_panels<T: Element>(
+    panels: &mut Arc<Panels>,
+    is_filled: bool,
+    matrix: Matrix<'_, T>,
+) {
+    with_kernel!(T, MatmulPrecision::get(), K => {
+        if is_filled && panels.fit::<K, T>(matrix) {
+            return;
+        }
+        // A product may still read the old ones; other kernels have others.
+        if Arc::get_mut(panels).is_none_or(|panels| !panels.fit::<K, T>(matrix)) {
+            *panels = Arc::new(Panels::new::<K, T>(matrix.rows, matrix.cols));
+        }
+        if let Some(panels) = Arc::get_mut(panels) {
+            // SAFETY: the processor has what the kernel needs.
+            unsafe { panels.pack::<K, T>(matrix) };
+        }
+    });
 }
 
 /// The kernels, by what they multiply with.
@@ -112,11 +155,12 @@ mod tests {
     use super::emulated::{self, TilePairs};
     use super::kernel::Kernel;
     use super::packing::Panel;
+    use super::panels::Panels;
     use super::registers::{Dots, MultiplyAdds};
     use crate::ProductChoice;
     use crate::element::Element;
     use crate::lines::Line;
-    use crate::matrix::{Addend, Matrix, MatrixMut};
+    use crate::matrix::{Addend, Factors, Matrix, MatrixMut};
     use crate::processor::has_amx;
     use crate::processor::{has_avx512, has_avx512_bf16};
     use half::{bf16, f16};
@@ -181,10 +225,10 @@ mod tests {
                     true => Matrix::new(&rhs[i], num_k[i], cols, cols),
                     false => Matrix::new(&rhs[i], cols, num_k[i], num_k[i]).t(),
                 };
-                (lhs, rhs)
+                Factors::new(lhs, rhs)
             });
             let (mut want, mut magnitude) = (vec![0f64; rows * cols], vec![0f64; rows * cols]);
-            for (lhs, rhs) in &factors {
+            for Factors { lhs, rhs, .. } in &factors {
                 for row in 0..rows {
                     for k in 0..lhs.cols {
                         let a = lhs.data[row * lhs.row_stride + k * lhs.col_stride].widen();
@@ -203,6 +247,25 @@ mod tests {
                 let matrix = MatrixMut::new(&mut out, rows, cols, stride);
                 // SAFETY: the tests ask whether the processor has the kernel's instructions, and the shapes fit.
                 unsafe { multiply::<K, T, Out>(&matrix, addend, &factors) };
+                // With the panels of one right matrix, of the other, and of both.
+                for which in [[true, false], [false, true], [true, true]] {
+                    let panels = [0, 1].map(|i| {
+                        let Factors { rhs, .. } = factors[i];
+                        let mut panels = Panels::new::<K, T>(rhs.rows, rhs.cols);
+                        // SAFETY: as above.
+                        unsafe { panels.pack::<K, T>(rhs) };
+                        panels
+                    });
+                    let with_panels = |i: usize| Factors {
+                        panels: which[i].then_some(&panels[i]),
+                        ..factors[i]
+                    };
+                    let mut same = vec![Out::nearest(0.5); rows * stride];
+                    let matrix = MatrixMut::new(&mut same, rows, cols, stride);
+                    // SAFETY: as above.
+                    unsafe { multiply::<K, T, Out>(&matrix, addend, &[0, 1].map(with_panels)) };
+                    assert!(same == out, "{which:?} of {rows} x {cols} x {num_k:?}");
+                }
                 for (i, got) in out.iter().enumerate() {
                     let (row, col) = (i / stride, i % stride);
                     let got = f64::from(got.widen());
@@ -273,7 +336,7 @@ mod tests {
         for (i, value) in lhs.iter_mut().enumerate() {
             *value = T::nearest(value.widen() * 2f32.powi(i as i32 % 200 - 150));
         }
-        let factors = [(
+        let factors = [Factors::new(
             Matrix::new(&lhs, rows, num_k, num_k),
             Matrix::new(&rhs, num_k, cols, cols),
         )];
@@ -314,7 +377,7 @@ mod tests {
             // SAFETY: the processor has the instructions or they are emulated, and the shapes fit.
             unsafe {
                 let out = MatrixMut::new(&mut out, rows, cols, cols);
-                multiply::<K, bf16, f32>(&out, Addend::Nothing, &[(lhs, rhs)]);
+                multiply::<K, bf16, f32>(&out, Addend::Nothing, &[Factors::new(lhs, rhs)]);
             }
             out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
         };
@@ -384,7 +447,7 @@ mod tests {
             };
             let lhs = spread_out(values(rows * num_k, 5));
             let rhs = spread_out(values(num_k * cols, 11));
-            let factors = [(
+            let factors = [Factors::new(
                 Matrix::new(&lhs, rows, num_k, num_k),
                 Matrix::new(&rhs, num_k, cols, cols),
             )];

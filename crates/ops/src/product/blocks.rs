@@ -21,11 +21,11 @@ const MAX_LANES: usize = 1 << 10;
 const RHS_PANELS: usize = 8;
 
 /// Values along `k` of one of the products, which are summed in registers.
-struct Sum {
+pub(super) struct Sum {
     factors: usize,
-    k: Range<usize>,
+    pub(super) k: Range<usize>,
     /// Lanes that they are packed into, and those packed before in the same pass.
-    lanes: usize,
+    pub(super) lanes: usize,
     first_lane: usize,
 }
 
@@ -48,6 +48,9 @@ pub(super) unsafe fn multiply<K: Kernel, T: Element, Out: Element>(
     addend: Addend<'_, Out>,
     factors: &[Factors<'_, T>],
 ) {
+    for Factors { rhs, panels, .. } in factors {
+        assert!(panels.is_none_or(|panels| panels.fit::<K, T>(*rhs)));
+    }
     let lane_bytes = size_of::<u32>() * K::Format::PARTS;
     let sums = sums::<K, T>(factors, MAX_LANES / K::Format::PARTS);
     let passes: Vec<&[Sum]> = sums.chunk_by(|_, next| next.first_lane > 0).collect();
@@ -56,7 +59,7 @@ pub(super) unsafe fn multiply<K: Kernel, T: Element, Out: Element>(
     let block_cols = RHS_BYTES / (most_lanes.unwrap_or_default().max(1) * lane_bytes);
     let block_cols = (block_cols / COLS * COLS).max(COLS);
     let is_parallel = {
-        let num_k: usize = factors.iter().map(|(lhs, _)| lhs.cols).sum();
+        let num_k: usize = factors.iter().map(|factors| factors.lhs.cols).sum();
         (out.rows * out.cols).saturating_mul(num_k) > PARALLEL_MULTIPLICATIONS
     };
     for col in (0..out.cols).step_by(block_cols) {
@@ -82,12 +85,12 @@ pub(super) unsafe fn multiply<K: Kernel, T: Element, Out: Element>(
 }
 
 /// All values along `k`, cut into sums of equal length, and these put together into passes of up to `max_lanes`.
-fn sums<K: Kernel, T>(factors: &[Factors<'_, T>], max_lanes: usize) -> Vec<Sum> {
+pub(super) fn sums<K: Kernel, T>(factors: &[Factors<'_, T>], max_lanes: usize) -> Vec<Sum> {
     let step = K::Format::TERMS * K::LANES_STEP;
     let mut sums = Vec::new();
     let mut first_lane = 0;
-    for (i, (lhs, _)) in factors.iter().enumerate() {
-        let num_k = lhs.cols;
+    for (i, factors) in factors.iter().enumerate() {
+        let num_k = factors.lhs.cols;
         let len = num_k.div_ceil(num_k.div_ceil(K::SUM_LEN).max(1));
         let len = len.next_multiple_of(step).max(1);
         for start in (0..num_k).step_by(len) {
@@ -144,7 +147,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         if self.is_parallel && num_panels >= 2 * num_threads && self.reads_rows::<K>() {
             return self.multiply_by_columns::<K>(num_panels, num_threads);
         }
-        let mut rhs = Lines::new(num_panels * panel_lines);
+        let mut rhs = Lines::new(self.num_to_pack(num_panels) * panel_lines);
         self.for_each_chunk(&mut rhs, RHS_PANELS * panel_lines, |group, lines| {
             let start = self.cols.start + group * RHS_PANELS * COLS;
             let cols = start..self.cols.end.min(start + RHS_PANELS * COLS);
@@ -174,15 +177,31 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
             let panels = bound(task)..bound(task + 1);
             let column = |panel: usize| self.cols.end.min(self.cols.start + panel * COLS);
             let cols = column(panels.start)..column(panels.end);
-            let mut rhs = Lines::new(panels.len() * panel_lines);
+            let mut rhs = Lines::new(self.num_to_pack(panels.len()) * panel_lines);
             self.pack_rhs::<K>(cols.clone(), &mut rhs);
             self.multiply_rows::<K, true>(0..self.target.rows(), cols, &rhs);
         });
     }
 
+    /// Panels of the right matrix to pack: these, or none if all sums have theirs already.
+    fn num_to_pack(&self, num_panels: usize) -> usize {
+        let has_panels = |sum: &Sum| self.factors[sum.factors].panels.is_some();
+        match self.pass.sums.iter().all(has_panels) {
+            true => 0,
+            false => num_panels,
+        }
+    }
+
+    /// Packs columns of the right matrix, but for sums that have panels of their own.
     fn pack_rhs<K: Kernel>(&self, cols: Range<usize>, lines: &mut [Line]) {
+        if lines.is_empty() {
+            return;
+        }
         for sum in self.pass.sums {
-            let source = self.factors[sum.factors].1.t();
+            if self.factors[sum.factors].panels.is_some() {
+                continue;
+            }
+            let source = self.factors[sum.factors].rhs.t();
             let layout = self.layout::<K>(sum, COLS, false);
             let lines = &mut lines[self.first_line::<K>(sum, COLS)..];
             // SAFETY: the processor has what the kernel needs.
@@ -192,7 +211,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
 
     /// The rows of the left matrix from `row` on that make a panel for a sum, if they need not be packed.
     fn rows_in_place<K: Kernel>(&self, sum: &Sum, row: usize) -> Option<Panel<'_>> {
-        let source = self.factors[sum.factors].0;
+        let source = self.factors[sum.factors].lhs;
         let panel = || Panel::of_rows(source, row, K::ROWS, &sum.k);
         K::READS_ROWS.then(panel).flatten()
     }
@@ -268,7 +287,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         let mut lhs = Lines::new((num_panels - num_in_place) * panel_lines);
         let to_pack = rows.end.min(rows.start + num_in_place * K::ROWS)..rows.end;
         for sum in sums.iter().filter(|_| !to_pack.is_empty()) {
-            let source = self.factors[sum.factors].0;
+            let source = self.factors[sum.factors].lhs;
             let layout = self.layout::<K>(sum, K::ROWS, K::BY_ROWS);
             let lines = &mut lhs[self.first_line::<K>(sum, K::ROWS)..];
             // SAFETY: the processor has what the kernel needs.
@@ -287,6 +306,9 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         let panels: Vec<Vec<Panel<'_>>> = sums.iter().map(|sum| panels(sum).collect()).collect();
         assert!(panels.iter().all(|panels| panels.len() == num_panels));
         let rhs = |sum: &Sum, col: usize| {
+            if let Some(panels) = self.factors[sum.factors].panels {
+                return panels.panel::<K>(sum, cols.start + col);
+            }
             let panel = &rhs[col / COLS * self.panel_lines::<K>(COLS)..];
             let layout = self.layout::<K>(sum, COLS, false);
             layout.lanes_of(&panel[self.first_line::<K>(sum, COLS)..], 0, sum.lanes)

@@ -10,7 +10,7 @@ pub(super) const COLS: usize = 2 * LANES;
 pub(super) const ROW_LINES: usize = COLS / LANES;
 
 /// Computes tiles of up to `ROWS` by [`COLS`] sums.
-pub(super) trait Kernel {
+pub(super) trait Kernel: 'static {
     /// How values are packed.
     type Format: Format;
 

@@ -1,14 +1,15 @@
 //! Forward and gradients to the rounding errors of f32.
 
 use crate::check::{
-    assert_close, device, doubles, grads, on_each_device, random, random_var, rounding_error,
+    assert_close, device, doubles, floats, grads, on_each_device, random, random_var,
+    rounding_error,
 };
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
-    HeldRows, linear, linear_bias_grad, linear_bias_grad_into, linear_forward, linear_forward_add,
-    linear_input_grad, linear_input_grad_sum, linear_of_few_rows, linear_weight_grad,
-    linear_weight_grad_into,
+    HeldRows, LinearWeight, PackedWeight, linear, linear_bias_grad, linear_bias_grad_into,
+    linear_forward, linear_forward_add, linear_input_grad, linear_input_grad_sum,
+    linear_of_few_rows, linear_weight_grad, linear_weight_grad_into,
 };
 
 /// `a (m, k)` times `b (k, n)`.
@@ -287,4 +288,71 @@ fn few_rows_are_multiplied_with_what_weights_hold_and_each_alone() -> Result<()>
 fn product_in_f64(xs: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let weight = weight.to_dtype(DType::F64)?.t()?;
     xs.to_dtype(DType::F64)?.broadcast_matmul(&weight)
+}
+
+/// A packed weight changes no bit, whatever its type, whether products are worth it or not; and when it has changed and is forgotten.
+#[test]
+fn packed_weights_give_the_bits_of_others() -> Result<()> {
+    let sizes = [
+        (3, 40, 50),
+        (40, 30, 50),
+        (129, 97, 130),
+        (64, 2100, 33),
+        (1000, 192, 65),
+    ];
+    let mut num_packed = 0;
+    for (seed, (n, num_in, num_out)) in sizes.into_iter().enumerate() {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let random =
+                |i, shape: (usize, usize)| random(10 * seed as u64 + i, shape)?.to_dtype(dtype);
+            let (weight, other) = (random(1, (num_out, num_in))?, random(2, (num_out, num_in))?);
+            let (x, dy) = (random(3, (n, num_in))?, random(4, (n, num_out))?);
+            let residual = random(5, (n, num_out))?;
+            let packed = PackedWeight::new((num_out, num_in), dtype);
+            let bytes = PackedWeight::num_bytes((num_out, num_in), dtype);
+            // Twice, of 16 bits for each value at least.
+            let least = 2 * 2 * weight.elem_count();
+            assert_eq!(bytes > 0, packed.is_some());
+            assert!(bytes == 0 || bytes >= least, "{bytes} of {least}");
+            num_packed += usize::from(packed.is_some());
+            let check = |what: &str| -> Result<()> {
+                let results = |weight: LinearWeight<'_>| -> Result<[Vec<f32>; 4]> {
+                    let sum = LinearWeight::input_grad_sum(&[
+                        (&dy, weight),
+                        (&dy, LinearWeight::from(&other)),
+                        (&residual, weight),
+                    ]);
+                    Ok([
+                        floats(&weight.forward(&x, None)?)?,
+                        floats(&weight.forward_add(&residual, &x)?)?,
+                        floats(&weight.input_grad(&dy)?)?,
+                        floats(&sum?)?,
+                    ])
+                };
+                let plain = LinearWeight::from(&weight);
+                let packed = packed.as_ref();
+                let got = results(LinearWeight { packed, ..plain })?;
+                assert!(
+                    got == results(plain)?,
+                    "{what}: {n} x {num_in} -> {num_out}, {dtype:?}"
+                );
+                Ok(())
+            };
+            for what in ["first", "again"] {
+                check(what)?;
+            }
+            weight.slice_set(&other, 0, 0)?;
+            if let Some(packed) = &packed {
+                packed.forget();
+            }
+            check("changed")?;
+        }
+    }
+    // bf16 alone, where AVX-512 is missing and tiles are emulated.
+    assert!([0, sizes.len(), 3 * sizes.len()].contains(&num_packed));
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512f") {
+        assert_eq!(num_packed, 3 * sizes.len());
+    }
+    Ok(())
 }

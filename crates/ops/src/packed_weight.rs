@@ -1,0 +1,135 @@
+//! Weights of linear layers in the orders in which products on the CPU read them, kept for many products.
+
+use crate::element::{Element, by_float};
+use crate::matrix::Matrix;
+#[cfg(target_arch = "x86_64")]
+use crate::product::{fill_panels, is_worth_it, new_panels, panel_bytes};
+use candle_core::{DType, Tensor};
+use std::mem::replace;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What a product with a weight is for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum WeightUse {
+    Forward,
+    InputGrad,
+}
+
+/// A weight (out, in) in the orders in which the forward pass and the gradient of the input read it: only the first product with it puts it in order, which
+/// else each does (packing: Goto and van de Geijn, ACM TOMS 34, 2008).
+///
+/// Results have the same bits with and without. Whoever changes the weight says so by [`Self::forget`].
+#[derive(Debug)]
+pub struct PackedWeight([Mutex<Slot>; 2]);
+
+#[derive(Debug)]
+struct Slot {
+    panels: Arc<Panels>,
+    /// Whether they hold the weight's values.
+    is_filled: bool,
+}
+
+impl PackedWeight {
+    /// Room for a weight of `out` by `in` values of this type; `None` where products pack nothing: of other types than f32, bf16 and f16, on processors
+    /// without AVX-512, and of very small weights.
+    pub fn new((num_out, num_in): (usize, usize), dtype: DType) -> Option<Self> {
+        let room = |num_k, cols| {
+            let panels =
+                is_float(dtype).then(|| by_float!(dtype, T => new_panels::<T>(num_k, cols)));
+            Some(Mutex::new(Slot {
+                panels: Arc::new(panels??),
+                is_filled: false,
+            }))
+        };
+        Some(Self([room(num_in, num_out)?, room(num_out, num_in)?]))
+    }
+
+    /// Bytes that [`Self::new`] takes; 0 if it gives none.
+    pub fn num_bytes((num_out, num_in): (usize, usize), dtype: DType) -> usize {
+        let bytes = |num_k, cols| {
+            let bytes =
+                is_float(dtype).then(|| by_float!(dtype, T => panel_bytes::<T>(num_k, cols)));
+            bytes.flatten()
+        };
+        let both = bytes(num_in, num_out).zip(bytes(num_out, num_in));
+        both.map_or(0, |(forward, input_grad)| forward + input_grad)
+    }
+
+    /// The weight has changed: the next product with it puts it in order again.
+    pub fn forget(&self) {
+        self.0.iter().for_each(|slot| lock(slot).is_filled = false);
+    }
+
+    /// This weight, the right matrix of a product with a left one of so many rows; `None` if that does not read it so.
+    pub(crate) fn panels<T: Element>(
+        &self,
+        which: WeightUse,
+        rows: usize,
+        right: Matrix<'_, T>,
+    ) -> Option<Arc<Panels>> {
+        if !is_worth_it::<T>(rows, right.cols) {
+            return None;
+        }
+        let mut slot = lock(&self.0[which as usize]);
+        let is_filled = replace(&mut slot.is_filled, true);
+        fill_panels(&mut slot.panels, is_filled, right);
+        Some(slot.panels.clone())
+    }
+}
+
+/// A weight (out, in) that a linear layer multiplies with, and its packed form, if there is one.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearWeight<'a> {
+    /// The values.
+    pub values: &'a Tensor,
+    /// Room for the same ones in the orders in which products read them.
+    pub packed: Option<&'a PackedWeight>,
+}
+
+impl<'a> From<&'a Tensor> for LinearWeight<'a> {
+    fn from(values: &'a Tensor) -> Self {
+        Self {
+            values,
+            packed: None,
+        }
+    }
+}
+
+fn is_float(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
+}
+
+fn lock(slot: &Mutex<Slot>) -> MutexGuard<'_, Slot> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+mod without_panels {
+    use crate::element::Element;
+    use crate::matrix::Matrix;
+    use std::sync::Arc;
+
+    /// There are none on this processor.
+    #[derive(Debug)]
+    pub(crate) enum Panels {}
+
+    pub(crate) fn new_panels<T: Element>(_num_k: usize, _cols: usize) -> Option<Panels> {
+        None
+    }
+
+    pub(crate) fn panel_bytes<T: Element>(_num_k: usize, _cols: usize) -> Option<usize> {
+        None
+    }
+
+    pub(crate) fn is_worth_it<T: Element>(_rows: usize, _cols: usize) -> bool {
+        false
+    }
+
+    pub(crate) fn fill_panels<T: Element>(_: &mut Arc<Panels>, _: bool, _: Matrix<'_, T>) {}
+}
+#[cfg(target_arch = "x86_64")]
+pub(crate) use crate::product::Panels;
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) use without_panels::Panels;
+#[cfg(not(target_arch = "x86_64"))]
+use without_panels::{fill_panels, is_worth_it, new_panels, panel_bytes};
