@@ -310,10 +310,13 @@ fn bench(
         Some(dir) => ParamStore::from_pretrained(dir)?,
         None => ParamStore::init(0),
     };
+    let of_replica = batch_config.global_batch_size / degrees.dp;
+    let num_micro_batches = of_replica.div_ceil(batch_config.micro_batch_size);
     let store = args
         .freeze
         .apply(store.with_data_parallel(args.layout.data_parallel()))
-        .with_offload(args.layout.offload());
+        .with_offload(args.layout.offload())
+        .with_packed_weights(args.layout.packing(num_micro_batches));
     let vb = store.builder(dtype, mesh.world.device());
     let part = args.layout.part(config, &mesh, &vb, args.seq_len)?;
     args.freeze.check(part.params().catalog())?;

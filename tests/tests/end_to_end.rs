@@ -49,6 +49,8 @@ mod memory;
 mod memory_plan;
 #[path = "end_to_end/model_spec.rs"]
 mod model_spec;
+#[path = "end_to_end/packed_weights.rs"]
+mod packed_weights;
 #[path = "end_to_end/pairwise.rs"]
 mod pairwise;
 #[path = "end_to_end/parameter_server.rs"]

@@ -129,8 +129,9 @@ pub use optimizer::{
     ParamGroup, ParamMatrix, ParamSlice, SliceWeight, StepReport, UpdateStep,
 };
 pub use params::{
-    DataParallel, HeldParam, Holder, ModelSpec, Param, ParamBuilder, ParamSpec, ParamStore,
-    Parameters, RankSpec, ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat, ZeroStage,
+    DataParallel, HeldParam, Holder, ModelSpec, PackWeights, Param, ParamBuilder, ParamSpec,
+    ParamStore, Parameters, RankSpec, ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat,
+    ZeroStage,
 };
 pub use pass::{
     ContextRank, GradientSink, KeyValueCache, Loss, Pass, PassReport, PipelineRank, WeightGrad,

@@ -57,6 +57,7 @@ impl DryRun {
             ..
         } = opened;
         let mut spec = opened.spec.clone();
+        spec.choose_packing(&ranks.env)?;
         spec.keep_activations(&ranks.env)?;
         let training = &spec.training;
         let steps = training.batches.steps;

@@ -42,7 +42,8 @@ pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory, return_freed_memory
 pub use args::batches::BatchArgs;
 pub use args::checkpoints::CheckpointArgs;
 pub use args::choices::{
-    Choice, GradientQuantization, LrScheduleChoice, Named, Quantization, RecomputeChoice, choice,
+    Choice, GradientQuantization, LrScheduleChoice, Named, PackChoice, Quantization,
+    RecomputeChoice, choice,
 };
 pub use args::context::ContextArgs;
 pub use args::data::DataArgs;

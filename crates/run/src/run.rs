@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use candle_comm::RunConfig;
 use candle_core::{Device, Error, Result, bail};
 use candle_launch::NEEDS_MPI_EXIT_CODE;
-use candle_parallel::Parameters;
+use candle_parallel::{PackWeights, Parameters};
 use candle_train_models::ModelConfig;
 use candle_trainer::{TokenCache, Tokenizer};
 use clap::{Args, Command};
@@ -226,6 +226,7 @@ impl<S: Start> Run<S> {
             num_ranks,
             on_gpus,
             samples: None,
+            pack_weights: PackWeights::Off,
             kept_activations: 0,
         }
     }

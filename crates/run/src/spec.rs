@@ -8,11 +8,12 @@ use candle_core::{Device, Result, bail};
 use candle_parallel::checkpoint::{CheckpointSaver, HfSave, SpaceNeed};
 use candle_parallel::{
     AdamW, AdamWConfig, MemoryCategory, MemoryPlan, MemoryReport, ModelSpec, Offload, Optimizer,
-    ParamStore, Parameters, Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
+    PackWeights, ParamStore, Parameters, Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::{counted, memory_left};
 
+use crate::args::choices::PackChoice;
 use crate::args::data::DataArgs;
 use crate::args::lora::LoraArgs;
 use crate::args::training::TrainingArgs;
@@ -56,6 +57,8 @@ pub struct RunSpec {
     pub(crate) on_gpus: bool,
     /// Sequences of an epoch and tokens of the longest of them, when the data has been read.
     pub(crate) samples: Option<(usize, usize)>,
+    /// Which weights stay packed for products.
+    pub(crate) pack_weights: PackWeights,
     /// Bytes of a rank's activations that stay in memory, of those that go to files.
     pub(crate) kept_activations: u64,
 }
@@ -230,12 +233,7 @@ impl RunSpec {
     pub fn memory_plan(&self, model: &ModelSpec, rank: &RankSpec) -> Result<MemoryPlan> {
         let (batches, parts) = (&self.training.batches, &self.training.layout);
         let degrees = parts.degrees();
-        // No step has more than an epoch.
-        let of_step = batches.global_batch_size();
-        let of_step = self.samples.map_or(of_step, |(all, _)| all.min(of_step));
-        let of_replica = of_step.div_ceil(degrees.dp);
-        let micro_batch_size = batches.micro_batch_size.min(of_replica);
-        let num_micro_batches = of_replica.div_ceil(micro_batch_size.max(1));
+        let (num_micro_batches, micro_batch_size) = self.micro_batches();
         let schedule = parts.pipeline.order.schedule();
         // Of a micro-batch that context-parallel ranks divide.
         let seq_len = batches.sequences.seq_len();
@@ -258,6 +256,7 @@ impl RunSpec {
         };
         let work = PlannedWork {
             replicas: self.training.data_parallel(),
+            pack_weights: self.pack_weights,
             offload: &self.offload(),
             on_gpu: self.on_gpus,
             passes,
@@ -266,12 +265,47 @@ impl RunSpec {
         MemoryPlan::new(rank, &work)
     }
 
+    /// Micro-batches of a step, and sequences of each.
+    fn micro_batches(&self) -> (usize, usize) {
+        let batches = &self.training.batches;
+        // No step has more than an epoch.
+        let of_step = batches.global_batch_size();
+        let of_step = self.samples.map_or(of_step, |(all, _)| all.min(of_step));
+        let of_replica = of_step.div_ceil(self.training.layout.degrees().dp);
+        let size = batches.micro_batch_size.min(of_replica);
+        (of_replica.div_ceil(size.max(1)), size)
+    }
+
     /// What a rank keeps away from its device.
     pub(crate) fn offload(&self) -> Offload {
         Offload {
             kept_activations: self.kept_activations,
             ..self.training.layout.offload()
         }
+    }
+
+    /// Lets weights stay packed for products on the CPU: as the flag says, or those that gain by it, if the ranks of this machine are expected to leave an
+    /// eighth of what it has left then.
+    pub(crate) fn choose_packing(&mut self, env: &RankEnv) -> Result<()> {
+        if self.on_gpus || self.training.strategy.num_servers() > 0 {
+            return Ok(());
+        }
+        let (num_micro_batches, _) = self.micro_batches();
+        let wanted = self.training.layout.packing(num_micro_batches);
+        self.pack_weights = wanted;
+        if self.training.layout.pack_weights != PackChoice::Auto {
+            return Ok(());
+        }
+        let (model, left) = (self.model()?, memory_left().unwrap_or(0));
+        for pack_weights in [wanted, PackWeights::Frozen, PackWeights::Off] {
+            self.pack_weights = pack_weights;
+            let (here, _) = self.ranks_here(env);
+            let (peaks, _) = self.memory(&model)?.of(here, self.degrees());
+            if peaks <= left - left / 8 {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Lets as many activations stay in memory, of those that would go to files, as have room in half of what the machine has left beside what its

@@ -155,6 +155,7 @@ impl TrainingRun<'_> {
         let model = self.initial_weights.folder();
         let warning = (self.spec.lora).check(self.base_model.as_deref().zip(model))?;
         self.data.warnings.extend(warning);
+        self.spec.choose_packing(&self.ranks.env)?;
         self.spec.keep_activations(&self.ranks.env)?;
         let (training, data) = (&self.spec.training, &self.data);
         let vocab_size = self.spec.config.vocab_size;
@@ -481,7 +482,8 @@ impl TrainingRun<'_> {
         });
         let store = store
             .with_data_parallel(training.data_parallel())
-            .with_offload(self.spec.offload());
+            .with_offload(self.spec.offload())
+            .with_packed_weights(self.spec.pack_weights);
         let vb = store.builder(training.layout.dtype(), mesh.world.device());
         let seq_len = training.batches.sequences.seq_len();
         let part = training

@@ -3,8 +3,9 @@
 
 use candle_comm::{Degrees, RunConfig};
 use candle_core::Device;
+use candle_ops::PackedWeight;
 
-use crate::args::choices::Choice;
+use crate::args::choices::{Choice, PackChoice};
 use crate::args::training::TrainingArgs;
 
 impl TrainingArgs {
@@ -17,6 +18,12 @@ impl TrainingArgs {
         let on_cpus = run.devices.iter().all(Device::is_cpu);
         let (layout, ranks, default) = (&self.layout, &self.ranks, Self::default());
         let comes_by_tiles = layout.tile_linears > 1 && layout.offload().params;
+        let (is_divided, has_servers) = (
+            layout.zero == 3 && !is_alone,
+            self.strategy.num_servers() > 0,
+        );
+        let is_apart = is_divided || has_servers || layout.offload().params;
+        let is_packed = PackedWeight::num_bytes((1 << 10, 1 << 10), layout.dtype()) > 0;
         let (pipeline, context) = (&layout.pipeline, &layout.context);
         let (no_pipeline, no_context) = (default.layout.pipeline, default.layout.context);
         let with = |is_changed: bool, text: String| is_changed.then_some(text);
@@ -70,6 +77,18 @@ impl TrainingArgs {
                     format!("--rank-timeout {}", ranks.rank_timeout),
                 ),
                 "no processes",
+            ),
+            (
+                !on_cpus || is_apart || !is_packed,
+                with(
+                    layout.pack_weights == PackChoice::On,
+                    "--pack-weights on".to_string(),
+                ),
+                match (on_cpus, is_apart) {
+                    (false, _) => "no CPU computes",
+                    (true, true) => "weights are not here between uses",
+                    (true, false) => "products of this processor pack nothing",
+                },
             ),
             (
                 on_cpus,

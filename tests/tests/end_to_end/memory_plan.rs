@@ -6,9 +6,9 @@ use candle_comm::{Degrees, Mesh};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_parallel::{
     AdamW, AdamWConfig, DataParallel, LoraConfig, LossScaling, MemoryCategory, MemoryPlan,
-    MemoryReport, Offload, ParamStore, Pass, Pipeline, PipelineLayout, Plan, PlannedPasses,
-    PlannedUpdate, PlannedWork, Recompute, ReduceType, Schedule, WeightFormat, ZeroStage,
-    count_memory_with,
+    MemoryReport, Offload, PackWeights, ParamStore, Pass, Pipeline, PipelineLayout, Plan,
+    PlannedPasses, PlannedUpdate, PlannedWork, Recompute, ReduceType, Schedule, WeightFormat,
+    ZeroStage, count_memory_with,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_train_run::rank_allocated_bytes;
@@ -102,7 +102,7 @@ const SCHEDULES: [(Schedule, usize); 5] = [
     (Schedule::ZeroBubbleV, 2),
 ];
 
-const FACTORS: [usize; 10] = [
+const FACTORS: [usize; 11] = [
     SCHEDULES.len(),
     2,
     3,
@@ -113,6 +113,7 @@ const FACTORS: [usize; 10] = [
     6,
     2,
     TRAINED.len() * 2,
+    3,
 ];
 
 #[derive(Clone, Copy, Debug)]
@@ -128,6 +129,7 @@ struct Case {
     is_tied: bool,
     trained: Trained,
     dtype: DType,
+    pack_weights: PackWeights,
 }
 
 impl Case {
@@ -144,6 +146,7 @@ impl Case {
             offload,
             tied,
             trained,
+            packed,
         ] = *values;
         let (schedule, virtual_stages) = SCHEDULES[schedule];
         let (least_dp, zero, set) = REPLICAS[replicas];
@@ -168,6 +171,7 @@ impl Case {
             is_tied: tied == 1,
             trained: TRAINED[trained / 2],
             dtype: [DType::F32, DType::BF16][trained % 2],
+            pack_weights: [PackWeights::Off, PackWeights::Frozen, PackWeights::All][packed],
         };
         let has_pipeline = pp > 1 || schedule == Schedule::OneForwardOneBackward;
         let ranks = case.degrees.world_size()?;
@@ -272,6 +276,7 @@ impl Case {
         let rule = AdamW(AdamWConfig::default());
         let work = PlannedWork {
             replicas: self.replicas,
+            pack_weights: self.pack_weights,
             offload,
             on_gpu: false,
             passes: Some(PlannedPasses {
@@ -303,6 +308,7 @@ impl Case {
         threads(num_ranks, |world| {
             let mesh = Mesh::new(world, self.degrees)?;
             let store = self.store()?.with_offload(offload.clone());
+            let store = store.with_packed_weights(self.pack_weights);
             let vb = store.builder(self.dtype, &Device::Cpu);
             let part = CausalLm::part_with(&self.config()?, &mesh, &vb, self.parts()?)?;
             let part = part.with_recompute(|_| self.recompute);

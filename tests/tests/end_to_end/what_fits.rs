@@ -4,9 +4,9 @@
 use candle_comm::Degrees;
 use candle_core::{DType, Device, Error, Result};
 use candle_parallel::{
-    AdamW, AdamWConfig, DataParallel, LoraConfig, MemoryCategory, MemoryPlan, Offload, ParamStore,
-    PipelineLayout, Plan, PlannedPasses, PlannedUpdate, PlannedWork, Recompute, Schedule,
-    WeightFormat,
+    AdamW, AdamWConfig, DataParallel, LoraConfig, MemoryCategory, MemoryPlan, Offload, PackWeights,
+    ParamStore, PipelineLayout, Plan, PlannedPasses, PlannedUpdate, PlannedWork, Recompute,
+    Schedule, WeightFormat,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use serde_json::json;
@@ -114,6 +114,7 @@ fn bytes(large: &Sizes, method: Method) -> Result<Bytes> {
     let memory = |recompute| {
         let work = PlannedWork {
             replicas: DataParallel::default(),
+            pack_weights: PackWeights::Off,
             offload: &Offload::default(),
             on_gpu: false,
             passes: Some(PlannedPasses {
@@ -153,6 +154,7 @@ fn offloaded_bytes(large: &Sizes) -> Result<[f64; 2]> {
     let plan = Plan::new(&Schedule::GPipe, model.layout(), 1)?;
     let work = PlannedWork {
         replicas: DataParallel::default(),
+        pack_weights: PackWeights::Off,
         offload: &Offload::all().in_dir("files"),
         on_gpu: false,
         passes: Some(PlannedPasses {

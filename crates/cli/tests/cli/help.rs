@@ -53,6 +53,10 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--quantize-weights", &["[default: no]", "int8", "--zero 3"]),
     ("--tile-linears", &["[default: 1]", "TILES", "--zero 3"]),
     ("--no-overlap", &["same bits"]),
+    (
+        "--pack-weights",
+        &["[default: auto]", "auto", "on", "off", "same bits"],
+    ),
     ("--offload", &["LIST", "nvme:DIR", "same bits"]),
     (
         "--recompute",

@@ -53,7 +53,7 @@ pub fn column_parallel_linear_shard(
     vb: ParamBuilder,
 ) -> Result<ColumnParallelLinear> {
     let out_dim = shard.global();
-    let weight = vb.get_tiled((out_dim, in_dim), "weight", shard.clone(), WEIGHT_INIT)?;
+    let weight = vb.get_linear((out_dim, in_dim), "weight", shard.clone(), WEIGHT_INIT)?;
     let low_rank = LowRank::column_parallel(in_dim, &shard, &vb)?;
     let bias = match bias {
         true => Some(vb.get_placed(out_dim, "bias", shard, Init::Const(0.0))?),

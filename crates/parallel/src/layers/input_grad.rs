@@ -1,7 +1,7 @@
 //! The gradient of a linear layer's input, of weights that may come tile by tile.
 
 use candle_core::{D, DType, Result, Tensor};
-use candle_ops::{linear_input_grad_sum, linear_weight_grad_into};
+use candle_ops::{LinearWeight, linear_weight_grad_into};
 
 use crate::params::TiledWeight;
 
@@ -9,8 +9,8 @@ use crate::params::TiledWeight;
 /// tiles are summed in f32, which is rounded once.
 pub(super) fn input_grad(terms: &[(&Tensor, &TiledWeight)]) -> Result<Tensor> {
     let Some((first, weight)) = terms.iter().find(|(_, weight)| weight.is_tiled()) else {
-        let whole = terms.iter().map(|(dy, weight)| (*dy, weight.tensor()));
-        return linear_input_grad_sum(&whole.collect::<Vec<_>>());
+        let whole = terms.iter().map(|(dy, weight)| (*dy, weight.whole()));
+        return LinearWeight::input_grad_sum(&whole.collect::<Vec<_>>());
     };
     let (_, num_in) = weight.dims2()?;
     let leading = &first.dims()[..first.rank() - 1];

@@ -53,7 +53,7 @@ pub fn row_parallel_linear_shard(
 ) -> Result<RowParallelLinear> {
     let shard = shard.along(1);
     let low_rank = LowRank::row_parallel(&shard, out_dim, &vb)?;
-    let weight = vb.get_tiled((out_dim, shard.global()), "weight", shard, WEIGHT_INIT)?;
+    let weight = vb.get_linear((out_dim, shard.global()), "weight", shard, WEIGHT_INIT)?;
     let bias = match bias {
         true => Some(vb.get(out_dim, "bias", Init::Const(0.0))?),
         false => None,

@@ -5,8 +5,7 @@ use candle_comm::ProcessGroup;
 use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::{
     GpuSettings, IGNORE_INDEX, cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss,
-    linear_forward, linear_input_grad, linear_weight_grad_into, softmax_stats, sum_into, upload,
-    with_backward1,
+    linear_weight_grad_into, softmax_stats, sum_into, upload, with_backward1,
 };
 
 use super::head_by_tiles::HeadByTiles;
@@ -101,7 +100,7 @@ pub fn linear_cross_entropy(
         };
         return head.losses_and_grad(&region, loss_scale as f32, gradients);
     }
-    let weight = weight.tensor();
+    let (tiled, weight) = (weight, weight.tensor());
     let sum = Tensor::zeros((), DType::F64, xs.device())?;
     let chunk_rows = chunk_rows(xs, shard, tp)?;
     let mut grads = Vec::with_capacity(n.div_ceil(chunk_rows));
@@ -109,19 +108,19 @@ pub fn linear_cross_entropy(
     for first in (0..n.max(1)).step_by(chunk_rows) {
         let rows = chunk_rows.min(n - first);
         let (x, y) = (xs.narrow(0, first, rows)?, targets.narrow(0, first, rows)?);
-        let z = linear_forward(&x, weight, None)?; // (rows, local_vocab)
+        let z = tiled.whole().forward(&x, None)?; // (rows, local_vocab)
         let (losses, log_sum_exp) = losses(&z, &y, shard, tp)?;
         sum_into(&sum, true, &losses)?;
         let scale = loss_scale as f32;
         let vocab_start = shard.start();
         let dz = cross_entropy_grad_in_place(z, &log_sum_exp, &y, vocab_start, scale)?;
-        grads.push(linear_input_grad(&dz, weight)?);
+        grads.push(tiled.whole().input_grad(&dz)?);
         if gradients.weight_half() == WeightHalf::Later {
             // The logits' gradient of all rows would take more memory than anything else: their product is computed again.
             drop(dz);
-            let own = weight.clone();
+            let own = tiled.clone();
             let grad = move |dst: &Tensor, add| {
-                let z = linear_forward(&x, &own, None)?;
+                let z = own.whole().forward(&x, None)?;
                 let dz = cross_entropy_grad_in_place(z, &log_sum_exp, &y, vocab_start, scale)?;
                 linear_weight_grad_into(dst, add, &dz, &x)
             };

@@ -35,7 +35,7 @@ pub fn vocab_parallel_head(
     let shard = Shard::even(0, vocab_size, region.tp())?;
     let shape = (vocab_size, hidden_size);
     Ok(VocabParallelHead {
-        weight: vb.get_tiled(shape, "weight", shard.clone(), WEIGHT_INIT)?,
+        weight: vb.get_linear(shape, "weight", shard.clone(), WEIGHT_INIT)?,
         shard,
         region,
     })

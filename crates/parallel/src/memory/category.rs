@@ -20,6 +20,8 @@ pub enum MemoryCategory {
     Gathered,
     /// Buffers that exist for communication alone.
     Buffers,
+    /// Weights once more, [in the orders](crate::PackWeights) in which products read them.
+    Packed,
     /// What is [offloaded](crate::Offload) to memory of the host: not on the device.
     Host,
     /// What is offloaded to files: no memory.
@@ -28,13 +30,14 @@ pub enum MemoryCategory {
 
 impl MemoryCategory {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Weights,
         Self::Gradients,
         Self::Optimizer,
         Self::Activations,
         Self::Gathered,
         Self::Buffers,
+        Self::Packed,
         Self::Host,
         Self::Disk,
     ];
@@ -54,6 +57,7 @@ impl fmt::Display for MemoryCategory {
             Self::Activations => "activations",
             Self::Gathered => "gathered",
             Self::Buffers => "buffers",
+            Self::Packed => "packed",
             Self::Host => "host",
             Self::Disk => "disk",
         })

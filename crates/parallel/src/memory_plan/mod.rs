@@ -15,7 +15,7 @@ use crate::layers::Tape;
 use crate::memory::{MemoryCategory, MemoryReport, MemoryUse};
 use crate::offload::Offload;
 use crate::optimizer::Optimizer;
-use crate::params::{DataParallel, RankSpec};
+use crate::params::{DataParallel, PackWeights, RankSpec};
 use crate::pipeline::Recompute;
 use crate::schedule::Plan;
 use rank::PlannedRank;
@@ -28,6 +28,8 @@ pub struct PlannedWork<'a> {
     pub replicas: DataParallel,
     /// What a rank keeps away from its device.
     pub offload: &'a Offload,
+    /// Which weights stay packed for products.
+    pub pack_weights: PackWeights,
     /// Whether ranks compute on GPUs, whose memory is not the host's.
     pub on_gpu: bool,
     /// The passes of a step.
@@ -117,7 +119,7 @@ pub struct PlannedUpdate<'a> {
 /// ```
 /// use candle_core::{DType, Device, Result};
 /// use candle_parallel::{
-///     AdamW, AdamWConfig, DataParallel, MemoryCategory, MemoryPlan, ModelSpec, Offload, ParamStore, PipelineLayout, Plan,
+///     AdamW, AdamWConfig, DataParallel, MemoryCategory, MemoryPlan, ModelSpec, Offload, PackWeights, ParamStore, PipelineLayout, Plan,
 ///     PlannedPasses, PlannedUpdate, PlannedWork, Recompute, Schedule, column_parallel_linear, layer_block,
 /// };
 /// use candle_comm::ProcessGroup;
@@ -133,6 +135,7 @@ pub struct PlannedUpdate<'a> {
 ///     let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 4)?;
 ///     let work = PlannedWork {
 ///         replicas: DataParallel::default(),
+///         pack_weights: PackWeights::Off,
 ///         offload: &Offload::default(),
 ///         on_gpu: false,
 ///         passes: Some(PlannedPasses { plan: &plan, tapes: model.tapes(), recompute: Recompute::None, num_rows: 100 }),

@@ -136,6 +136,25 @@ impl ParamBuilder {
         })
     }
 
+    /// [`Self::get_tiled`], for a linear layer, which multiplies with it: it may [stay packed](crate::PackWeights).
+    ///
+    /// # Errors
+    /// As for [`Self::get_placed`].
+    pub fn get_linear(
+        &self,
+        shape: impl Into<Shape>,
+        name: &str,
+        placement: impl Into<Placement>,
+        init: Init,
+    ) -> Result<TiledWeight> {
+        let request = self.request(shape.into(), name, placement.into(), init);
+        self.store.get_linear(ParamRequest {
+            by_tiles: true,
+            is_multiplied: true,
+            ..request
+        })
+    }
+
     /// The low-rank adapters of the model, if the linear layer at this prefix has one.
     pub(crate) fn lora(&self) -> Option<LoraConfig> {
         self.store.lora_of(&self.prefix, self.is_head)
@@ -187,6 +206,7 @@ impl ParamBuilder {
             asker: self.asker,
             is_tied: self.is_tied,
             by_tiles: false,
+            is_multiplied: false,
             is_adapter: false,
             is_inner: self.asker.block() > 0 && !self.is_head,
             is_used_at_times: self.is_used_at_times,

@@ -224,6 +224,9 @@ impl ModelSpec {
             let blocks = param.blocks.iter().copied();
             let blocks =
                 blocks.filter(|&block| layout.stage_of_block(block).as_ref().is_some_and(is_own));
+            let mut multiplied_by = param.multiplied_by.iter();
+            let is_multiplied = multiplied_by
+                .any(|block| layout.stage_of_block(*block).as_ref().is_some_and(is_own));
             let first = param.outside.contains(&pp_rank).then_some(0);
             let blocks: BTreeSet<usize> = first.into_iter().chain(blocks).collect();
             let owned = match self.owner(param) == pp_rank {
@@ -240,6 +243,7 @@ impl ModelSpec {
                 dtype: param.form.held_dtype(),
                 trainable: param.trainable,
                 is_tiled: param.is_tiled,
+                is_multiplied,
                 is_replicated: param.partition.is_none(),
                 owned,
                 shared: param.shared_ranges(tp),

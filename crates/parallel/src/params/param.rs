@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var};
 use candle_nn::Init;
 use serde::{Deserialize, Serialize};
 
+use super::packed_weights::PackedWeights;
 use super::pending_weights::PendingWeights;
 use super::source::Wanted;
 use super::weight_format::{Form, Packing, hold};
@@ -34,6 +35,8 @@ pub struct Param {
     pub(super) is_used_at_times: bool,
     /// Whether every layer that asked for it uses it as a [`TiledWeight`](crate::TiledWeight), and there is more than one tile.
     pub(super) is_tiled: bool,
+    /// Blocks whose linear layers multiply with it.
+    pub(super) multiplied_by: Vec<usize>,
     /// How the values are held, if not as they are: see [`ParamStore::with_frozen_format`](crate::ParamStore::with_frozen_format).
     pub(super) packing: Option<Packing>,
     /// Whether it is of a low-rank adapter: see [`ParamStore::with_lora`](crate::ParamStore::with_lora).
@@ -44,6 +47,8 @@ pub struct Param {
     pub(super) var: Var,
     /// Updates that other ranks made and that are on the way here.
     pub(super) pending: Arc<PendingWeights>,
+    /// What stays of weights in the order of products.
+    pub(super) packed: Arc<PackedWeights>,
 }
 
 /// Who asked for a parameter.

@@ -30,6 +30,8 @@ pub struct ParamSpec {
     pub is_adapter: bool,
     /// Whether all layers that use it take it tile by tile.
     pub(crate) is_tiled: bool,
+    /// Blocks whose linear layers multiply with it as it is held, rising.
+    pub(crate) multiplied_by: Vec<usize>,
     /// Which tensor-parallel rank holds which part; `None`: every rank all of it.
     pub(crate) partition: Option<Partition>,
     /// What a rank's gradient is; of a part that of the part.
@@ -79,6 +81,10 @@ impl ParamSpec {
             trainable: param.trainable,
             is_adapter: param.is_adapter,
             is_tiled: param.is_tiled,
+            multiplied_by: match param.packing {
+                None => joined(&param.multiplied_by, &[]),
+                Some(_) => Vec::new(),
+            },
             partition: param.shard().map(|shard| shard.partition().clone()),
             gradient: match param.placement {
                 Placement::Replicated(gradient) => gradient,
@@ -211,6 +217,7 @@ impl ParamSpec {
         self.asked_by = self.asked_by.or(other.asked_by);
         // What is tied across stages lies in the same places on each.
         self.is_tiled &= other.is_tiled;
+        self.multiplied_by = joined(&self.multiplied_by, &other.multiplied_by);
         self.blocks = joined(&self.blocks, &other.blocks);
         self.outside = joined(&self.outside, &other.outside);
         Ok(())
@@ -241,6 +248,7 @@ impl ParamSpec {
             trainable,
             is_adapter,
             is_tiled,
+            multiplied_by: _,
             partition: _,
             gradient: _,
             blocks,

@@ -12,6 +12,7 @@ use super::changes::{Changes, SaveSource};
 use super::data_parallel::{DataParallel, ReplicaGroups};
 use super::layout::{ParamLayout, Slot};
 use super::model_spec::ModelSpec;
+use super::packed_weights::PackedWeights;
 use super::param::Param;
 use super::param_spec::{ParamSpec, SharedRange};
 use super::pending_weights::PendingWeights;
@@ -49,6 +50,7 @@ struct Inner {
     offload: Offload,
     /// Empty unless replicas divide the weights. Layers that use their weights tile by tile have it too.
     sharded: Arc<OnceLock<ShardedWeights>>,
+    packed: Arc<PackedWeights>,
     meter: MemoryMeter,
     /// Activations that are away between passes, if they are.
     waiting: Option<Arc<WaitingStore>>,
@@ -68,6 +70,7 @@ pub(super) struct Requested {
     pub allowance: Allowance,
     pub pending: Arc<PendingWeights>,
     pub sharded: Arc<OnceLock<ShardedWeights>>,
+    pub packed: Arc<PackedWeights>,
     pub replicas: DataParallel,
     pub offload: Offload,
     pub without_values: bool,
@@ -87,6 +90,7 @@ impl Parameters {
             allowance,
             pending,
             sharded,
+            packed,
             replicas,
             offload,
             without_values,
@@ -131,6 +135,7 @@ impl Parameters {
         let owned = owned.collect();
         let places = &own.layout;
         let meter = MemoryMeter::default();
+        packed.count_with(&meter);
         let waiting = offload.place_of_activations(mesh.world.rank(), on_gpu);
         let waiting = WaitingStore::new(
             waiting,
@@ -182,6 +187,7 @@ impl Parameters {
                 groups,
                 offload,
                 sharded,
+                packed,
             }),
         })
     }
@@ -315,6 +321,11 @@ impl Parameters {
             Some(waiting) => waiting.put(lane, xs),
             None => Ok(Stored::Here(xs)),
         }
+    }
+
+    /// Weights that stay packed.
+    pub(crate) fn packed(&self) -> &PackedWeights {
+        &self.inner.packed
     }
 
     /// The slices of weights, if replicas divide them.

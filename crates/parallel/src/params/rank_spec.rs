@@ -47,6 +47,8 @@ pub struct HeldParam {
     /// Whether it gets a gradient and an update.
     pub trainable: bool,
     pub(crate) is_tiled: bool,
+    /// Whether linear layers of this rank multiply with it as it is held.
+    pub(crate) is_multiplied: bool,
     pub(crate) is_replicated: bool,
     /// Indices of its cut dim that this rank owns: over a data-parallel replica, each is owned by exactly one rank.
     pub(crate) owned: Indices,

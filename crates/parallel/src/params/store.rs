@@ -12,6 +12,7 @@ use super::allowance::Allowance;
 use super::builder::ParamBuilder;
 use super::data_parallel::{DataParallel, ZeroStage};
 use super::model_spec::ModelSpec;
+use super::packed_weights::{KeptWeight, PackWeights, PackedWeights};
 use super::param::{Asker, Param, asked_twice};
 use super::param_spec::ParamSpec;
 use super::parameters::{Parameters, Requested};
@@ -38,6 +39,7 @@ pub struct ParamStore {
     state: Arc<Mutex<StoreState>>,
     pending: Arc<PendingWeights>,
     sharded: Arc<OnceLock<ShardedWeights>>,
+    packed: Arc<PackedWeights>,
 }
 
 #[derive(Default)]
@@ -49,6 +51,9 @@ struct StoreState {
     offload: Offload,
     /// Of frozen weights that layers use tile by tile.
     frozen_format: Option<WeightFormat>,
+    pack_weights: PackWeights,
+    /// Weights that stay packed, by name.
+    kept_packed: BTreeMap<String, Arc<KeptWeight>>,
     /// Linear layers that can have an adapter, whether they get one or not.
     linears: BTreeSet<String>,
     /// See [`ParamStore::building`].
@@ -88,6 +93,8 @@ pub(crate) struct ParamRequest<'a> {
     pub is_tied: bool,
     /// Whether the layer can use its rows tile by tile.
     pub by_tiles: bool,
+    /// Whether the layer multiplies with it.
+    pub is_multiplied: bool,
     /// Whether it is of a low-rank adapter.
     pub is_adapter: bool,
     /// Whether the block that asks is neither the first nor the last.
@@ -123,6 +130,7 @@ impl ParamStore {
             state: Arc::default(),
             pending: Arc::default(),
             sharded: Arc::default(),
+            packed: Arc::default(),
         }
     }
 
@@ -222,6 +230,12 @@ impl ParamStore {
         self
     }
 
+    /// Which weights stay packed for products on the CPU; call it before the model is built. Without it: none.
+    pub fn with_packed_weights(self, pack_weights: PackWeights) -> Self {
+        self.lock().pack_weights = pack_weights;
+        self
+    }
+
     /// Leaves the values of parameters where they are; call it before the model is built. That is checked as ever, for names, shapes, types,
     /// adapters and what is frozen, and [`Parameters`] tell what it takes, but nothing can be computed: to see before a run what would
     /// be wrong with it.
@@ -286,6 +300,29 @@ impl ParamStore {
         Ok(TiledWeight::new(whole, name, packing, &self.sharded))
     }
 
+    /// [`Self::get_tiled`] for a layer that multiplies with it.
+    pub(crate) fn get_linear(&self, request: ParamRequest<'_>) -> Result<TiledWeight> {
+        let (name, on_cpu) = (request.name.clone(), request.device.is_cpu());
+        let weight = self.get_tiled(request)?;
+        let mut state = self.lock();
+        let StoreState {
+            params,
+            kept_packed,
+            pack_weights,
+            ..
+        } = &mut *state;
+        let (Some(param), Ok(dims)) = (params.get(&name), weight.dims2()) else {
+            return Ok(weight);
+        };
+        let is_as_is = param.packing.is_none() && on_cpu;
+        if !is_as_is || !pack_weights.includes(param.trainable) {
+            return Ok(weight);
+        }
+        let kept = || KeptWeight::new(&self.packed, dims, param.dtype(), param.trainable);
+        let kept = kept_packed.entry(name).or_insert_with(|| Arc::new(kept()));
+        Ok(weight.kept_packed(kept.clone()))
+    }
+
     pub(crate) fn get(&self, request: ParamRequest<'_>) -> Result<Tensor> {
         let mut state = self.lock();
         let is_building = state.is_building;
@@ -332,6 +369,9 @@ impl ParamStore {
                 );
             }
             param.is_tiled &= request.by_tiles;
+            if request.is_multiplied {
+                param.multiplied_by.push(request.asker.block());
+            }
             param.is_used_at_times |= request.is_used_at_times;
             let block = request.asker.block();
             if !param.blocks.contains(&block) {
@@ -372,6 +412,7 @@ impl ParamStore {
             asker,
             is_tied,
             by_tiles: _,
+            is_multiplied,
             is_adapter,
             is_inner,
             is_used_at_times,
@@ -429,6 +470,7 @@ impl ParamStore {
             placement,
             init,
             blocks: vec![asker.block()],
+            multiplied_by: is_multiplied.then(|| asker.block()).into_iter().collect(),
             asked_by: (!is_tied).then_some(asker),
             trainable,
             is_used_at_times,
@@ -437,6 +479,7 @@ impl ParamStore {
             is_adapter,
             stored_dtype,
             pending: self.pending.clone(),
+            packed: self.packed.clone(),
         };
         if is_deferred {
             param.release()?;
@@ -496,6 +539,7 @@ impl ParamStore {
             allowance: state.allowance.clone(),
             pending: self.pending.clone(),
             sharded: self.sharded.clone(),
+            packed: self.packed.clone(),
             replicas: state.replicas,
             offload: state.offload.clone(),
             without_values: state.without_values,

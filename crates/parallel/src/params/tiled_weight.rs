@@ -5,8 +5,9 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{D, DType, Result, Tensor};
-use candle_ops::{linear_forward, linear_forward_add, linear_of_few_rows};
+use candle_ops::{LinearWeight, linear_of_few_rows};
 
+use super::packed_weights::KeptWeight;
 use super::sharded_weights::ShardedWeights;
 use super::weight_format::Packing;
 
@@ -18,6 +19,8 @@ use super::weight_format::Packing;
 pub struct TiledWeight {
     whole: Tensor,
     packing: Option<Packing>,
+    /// What stays of it in the order of products.
+    kept_packed: Option<Arc<KeptWeight>>,
     divided: Option<Divided>,
 }
 
@@ -34,6 +37,7 @@ impl From<Tensor> for TiledWeight {
         Self {
             whole,
             packing: None,
+            kept_packed: None,
             divided: None,
         }
     }
@@ -50,7 +54,27 @@ impl TiledWeight {
         Self {
             whole,
             packing,
+            kept_packed: None,
             divided: Some(Divided { name, weights }),
+        }
+    }
+
+    /// The same weight, which stays packed where it is whole.
+    pub(super) fn kept_packed(self, kept: Arc<KeptWeight>) -> Self {
+        Self {
+            kept_packed: Some(kept),
+            ..self
+        }
+    }
+
+    /// The whole weight for a product, packed if it stays so: not where replicas divide weights or they are offloaded.
+    pub(crate) fn whole(&self) -> LinearWeight<'_> {
+        let is_divided = |divided: &Divided| divided.weights.get().is_some();
+        let is_divided = self.divided.as_ref().is_some_and(is_divided);
+        let kept = self.kept_packed.as_ref().filter(|_| !is_divided);
+        LinearWeight {
+            values: &self.whole,
+            packed: kept.and_then(|kept| kept.get()),
         }
     }
 
@@ -183,11 +207,15 @@ impl TiledWeight {
         self.for_each_tile(|rows, tile| {
             let (first, len) = (rows.start, rows.len());
             let bias = bias.map(|bias| bias.narrow(0, first, len)).transpose()?;
+            let weight = match self.is_tiled() {
+                true => LinearWeight::from(tile),
+                false => self.whole(),
+            };
             parts.push(match residual {
-                None => linear_forward(xs, tile, bias.as_ref())?,
+                None => weight.forward(xs, bias.as_ref())?,
                 Some(residual) => {
                     let residual = residual.narrow(D::Minus1, first, len)?;
-                    linear_forward_add(&residual.contiguous()?, xs, tile)?
+                    weight.forward_add(&residual.contiguous()?, xs)?
                 }
             });
             Ok(())

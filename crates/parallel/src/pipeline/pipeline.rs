@@ -179,6 +179,7 @@ impl Pipeline {
         let start = Instant::now();
         gradients.begin_passes(part.block_indices(), micro_batches.len())?;
         part.begin();
+        let _in_passes = params.packed().in_passes();
         params.meter().begin_passes(part.device())?;
         if let Some(sharded) = params.sharded() {
             // What a step that failed has left.

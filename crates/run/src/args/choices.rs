@@ -247,6 +247,7 @@ pub(crate) use written_by_name;
 written_by_name!(
     LrScheduleChoice,
     RecomputeChoice,
+    PackChoice,
     Quantization,
     GradientQuantization
 );
@@ -264,6 +265,17 @@ pub enum LrScheduleChoice {
     /// Warm-up, stable, decay: the highest rate, and over the last steps a straight line down
     #[value(alias = "warmup_stable_decay")]
     Wsd,
+}
+
+/// `--pack-weights`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PackChoice {
+    /// Those that a step uses several times between two updates, or that are frozen, if what the run is expected to hold then fits what the machine has left
+    Auto,
+    /// All
+    On,
+    /// None
+    Off,
 }
 
 /// `--recompute`

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use candle_comm::{Degrees, Mesh, RankEnv};
 use candle_core::{DType, Error, Result, bail};
 use candle_parallel::{
-    DataParallel, ModelPart, Offload, ParamBuilder, ReduceType, Schedule, ZeroStage,
+    DataParallel, ModelPart, Offload, PackWeights, ParamBuilder, ReduceType, Schedule, ZeroStage,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::{BatchConfig, explain_out_of_memory};
@@ -14,7 +14,7 @@ use clap::builder::ArgPredicate;
 use serde::Serialize;
 
 use crate::args::choices::{
-    GradientQuantization, Quantization, RecomputeChoice, by_name, choice, some_by_name,
+    GradientQuantization, PackChoice, Quantization, RecomputeChoice, by_name, choice, some_by_name,
 };
 use crate::args::context::ContextArgs;
 use crate::args::number::whole;
@@ -77,6 +77,10 @@ pub struct LayoutArgs {
     /// What to compute again in the backward pass instead of keeping it: less memory, the same bits
     #[arg(long, default_value = "none")]
     pub recompute: RecomputeChoice,
+    /// Keep weights of linear layers a second time on CPUs, in the order in which products read them, so that it is not made anew for each: more memory, the
+    /// same bits
+    #[arg(long, default_value = "auto")]
+    pub pack_weights: PackChoice,
     /// Type of weights and activations while training; sums, gradients and the optimizer's copy of the weights stay f32, and f16 has dynamic
     /// loss scaling [default: bf16 on GPUs without --matmul-precision, else f32]
     #[arg(long, ignore_case = true, value_parser = choice::<DType>(), default_value_ifs = [
@@ -136,6 +140,17 @@ impl LayoutArgs {
             quantize_weights: self.quantize_weights.is_some(),
             tile_linears: self.tile_linears,
             overlap: !self.no_overlap,
+        }
+    }
+
+    /// Which weights are to stay packed for products, in steps of so many micro-batches; `auto` takes that there is memory.
+    pub fn packing(&self, num_micro_batches: usize) -> PackWeights {
+        let is_used_again =
+            num_micro_batches > 1 || matches!(self.recompute, RecomputeChoice::Full);
+        match self.pack_weights {
+            PackChoice::Off => PackWeights::Off,
+            PackChoice::Auto if !is_used_again => PackWeights::Frozen,
+            PackChoice::Auto | PackChoice::On => PackWeights::All,
         }
     }
 

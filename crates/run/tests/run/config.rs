@@ -81,6 +81,7 @@ fn values() -> Vec<(&'static str, &'static str)> {
         ("cp-method", "all-gather"),
         ("ulysses", "2"),
         ("recompute", "full"),
+        ("pack-weights", "on"),
         ("dtype", "bf16"),
         ("offload", "params,optimizer"),
         ("offload-dir", "scratch"),

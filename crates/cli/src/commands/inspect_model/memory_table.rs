@@ -4,8 +4,8 @@ use candle_comm::Degrees;
 use candle_core::{DType, Device, Result};
 use candle_parallel::{
     AdamW, AdamWConfig, DataParallel, LoraConfig, MemoryCategory, MemoryPlan, MemoryReport,
-    Offload, ParamStore, Plan, PlannedPasses, PlannedUpdate, PlannedWork, Recompute, Schedule,
-    WeightFormat,
+    Offload, PackWeights, ParamStore, Plan, PlannedPasses, PlannedUpdate, PlannedWork, Recompute,
+    Schedule, WeightFormat,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::memory_in_words;
@@ -98,6 +98,7 @@ impl Way {
         let model = CausalLm::spec(config, Degrees::default(), &vb, PartConfig::default())?;
         let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 1)?;
         let work = PlannedWork {
+            pack_weights: PackWeights::Off,
             replicas: DataParallel::default(),
             offload: &Offload::default(),
             on_gpu: false,

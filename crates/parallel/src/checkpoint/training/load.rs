@@ -83,6 +83,7 @@ impl TrainingCheckpoint {
         if let Some(sharded) = params.sharded() {
             sharded.free_all()?;
         }
+        params.packed().forget();
         let own = own_values(optimizer);
         for of_bucket in own.chunk_by(|a, b| a.bucket == b.bucket) {
             self.load_bucket(optimizer, of_bucket)?;

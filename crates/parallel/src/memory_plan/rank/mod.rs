@@ -13,7 +13,7 @@ use super::{PlannedPasses, PlannedUpdate, PlannedWork};
 use crate::memory::MemoryCategory;
 use crate::offload::{Lane, OffloadPlace};
 use crate::optimizer::{BucketShape, StateSlices, max_gathers, num_bytes_of};
-use crate::params::{Bucket, RankSpec, ReplicaGroups};
+use crate::params::{Bucket, HeldParam, RankSpec, ReplicaGroups, packed_bytes};
 use crate::pipeline::Recompute;
 use crate::schedule::{Instruction, Message, Plan, Unit};
 
@@ -99,6 +99,15 @@ impl<'a> PlannedRank<'a> {
             (false, false) => spec.params.iter().map(|param| param.num_bytes()).sum(),
         };
         held.hold(MemoryCategory::Weights, resident);
+        if work.passes.is_some() && !groups.shards_weights() && !work.on_gpu {
+            let stays = |param: &&HeldParam| {
+                let is_used = trains || !param.trainable;
+                param.is_multiplied && is_used && work.pack_weights.includes(param.trainable)
+            };
+            let packed = spec.params.iter().filter(stays);
+            let packed = packed.map(|param| packed_bytes(&param.shape, param.dtype));
+            held.hold(MemoryCategory::Packed, packed.sum());
+        }
         let weights = PlannedStore::new(place, MemoryCategory::Gathered, slices, &mut held);
         let mut sums = None;
         if trains {

@@ -1,0 +1,184 @@
+//! Weights that stay packed for products: the same bits, on all layouts and whatever changes them.
+
+use candle_comm::launch::threads;
+use candle_comm::{Degrees, Mesh};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_ops::PackedWeight;
+use candle_parallel::{
+    AdamWConfig, LoraConfig, LossScaling, MemoryCategory, PackWeights, ParamStore, Pass, Pipeline,
+    Recompute, Schedule, ZeroStage,
+};
+use candle_train_models::{CausalLm, ModelConfig, PartConfig};
+use candle_trainer::{LrDecay, LrSchedule, TrainConfig, Trainer};
+use serde_json::json;
+
+use crate::pairwise::Random;
+
+const VOCAB: usize = 96;
+/// More than [`candle_ops`] multiplies row by row, and no multiple of a tile's.
+const SEQ_LEN: usize = 37;
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    degrees: Degrees,
+    zero: ZeroStage,
+    is_tied: bool,
+    has_lora: bool,
+    recompute: Recompute,
+    dtype: DType,
+}
+
+/// Losses, and the bits of weights.
+type Trained = (Vec<u64>, Vec<Vec<u32>>);
+
+impl Case {
+    fn config(&self) -> Result<ModelConfig> {
+        let config = json!({
+            "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 120,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "tie_word_embeddings": self.is_tied,
+        });
+        ModelConfig::from_json(&config.to_string())
+    }
+
+    fn batches(seed: usize) -> Result<Vec<Pass>> {
+        let mut random = Random::new(seed);
+        let mut tokens = || {
+            let tokens = (0..SEQ_LEN).map(|_| random.below(VOCAB) as u32);
+            Tensor::from_vec(tokens.collect::<Vec<_>>(), (1, SEQ_LEN), &Device::Cpu)
+        };
+        (0..3)
+            .map(|_| Ok(Pass::train(tokens()?, tokens()?)))
+            .collect()
+    }
+
+    /// Two steps, an evaluation, frozen weights and others from elsewhere, a step: of each rank, and whether anything was packed.
+    fn trained(&self, pack_weights: PackWeights) -> Result<Vec<(Trained, bool)>> {
+        let num_ranks = self.degrees.world_size().unwrap_or(0);
+        threads(num_ranks, |world| {
+            let mesh = Mesh::new(world, self.degrees)?;
+            let mut store = ParamStore::init(5).with_data_parallel(self.zero);
+            if self.has_lora {
+                store = store.with_lora(LoraConfig {
+                    rank: 4,
+                    ..LoraConfig::default()
+                })?;
+            }
+            let store = store.with_packed_weights(pack_weights);
+            let vb = store.builder(self.dtype, &Device::Cpu);
+            let part = CausalLm::part_with(&self.config()?, &mesh, &vb, PartConfig::default())?;
+            let part = part.with_recompute(|_| self.recompute);
+            let config = TrainConfig {
+                lr_schedule: LrSchedule {
+                    lr: 1e-2,
+                    min_lr_ratio: 1.0,
+                    warmup_steps: 0,
+                    num_steps: 3,
+                    decay: LrDecay::Cosine,
+                    ramp: Vec::new(),
+                },
+                adamw: AdamWConfig::default(),
+                max_grad_norm: Some(1.0),
+                loss_scaling: LossScaling::default(),
+                schedule: Schedule::OneForwardOneBackward,
+                pipeline_prefetch: 1,
+            };
+            let mut trainer = Trainer::new(config, &mesh, part)?;
+            let mut losses = Vec::new();
+            for step in 0..3 {
+                let batches = Self::batches(10 * step + mesh.dp.rank())?;
+                losses.push(trainer.train_step(&batches)?.loss.to_bits());
+                let params = trainer.part().params();
+                params.wait_for_updates()?;
+                let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+                let held_out = Self::batches(99)?.into_iter().map(Ok);
+                let sums = pipeline.evaluate(trainer.part(), held_out)?;
+                losses.push(sums.loss().to_bits());
+                if step == 1 && self.zero != ZeroStage::Three {
+                    for index in 0..params.len() {
+                        let half = (params.values(index)? * 0.5)?;
+                        params.refill(index, &half)?;
+                    }
+                }
+            }
+            let params = trainer.part().params();
+            let bits = (0..params.len()).map(|index| {
+                let values = params.values(index)?.flatten_all()?.to_dtype(DType::F32)?;
+                let values = values.to_vec1::<f32>()?;
+                Ok(values.into_iter().map(f32::to_bits).collect())
+            });
+            let packed = trainer.memory().of(MemoryCategory::Packed).peak;
+            Ok(((losses, bits.collect::<Result<_>>()?), packed > 0))
+        })
+    }
+}
+
+#[test]
+fn packed_weights_leave_training_as_it_is() -> Result<()> {
+    let degrees = |pp, dp, tp| Degrees { pp, dp, tp, cp: 1 };
+    let plain = Case {
+        degrees: degrees(1, 1, 1),
+        zero: ZeroStage::One,
+        is_tied: false,
+        has_lora: false,
+        recompute: Recompute::None,
+        dtype: DType::BF16,
+    };
+    let cases = [
+        plain,
+        Case {
+            is_tied: true,
+            recompute: Recompute::Full,
+            dtype: DType::F32,
+            ..plain
+        },
+        Case {
+            degrees: degrees(1, 2, 1),
+            is_tied: true,
+            ..plain
+        },
+        Case {
+            degrees: degrees(2, 1, 2),
+            is_tied: true,
+            dtype: DType::F32,
+            ..plain
+        },
+        Case {
+            degrees: degrees(1, 2, 1),
+            zero: ZeroStage::Two,
+            recompute: Recompute::Full,
+            ..plain
+        },
+        Case {
+            degrees: degrees(1, 2, 1),
+            zero: ZeroStage::Three,
+            ..plain
+        },
+        Case {
+            has_lora: true,
+            ..plain
+        },
+        Case {
+            degrees: degrees(2, 2, 1),
+            has_lora: true,
+            dtype: DType::F32,
+            ..plain
+        },
+    ];
+    for case in cases {
+        let want = case.trained(PackWeights::Off)?;
+        assert!(want.iter().all(|(_, packed)| !packed), "{case:?}");
+        let can = PackedWeight::num_bytes((64, 64), case.dtype) > 0;
+        for which in [PackWeights::Frozen, PackWeights::All] {
+            let got = case.trained(which)?;
+            let packs = can
+                && case.zero != ZeroStage::Three
+                && (case.has_lora || which == PackWeights::All);
+            for ((got, packed), (want, _)) in got.iter().zip(&want) {
+                assert!(got == want, "{which:?}: {case:?}");
+                assert_eq!(*packed, packs, "{which:?}: {case:?}");
+            }
+        }
+    }
+    Ok(())
+}
