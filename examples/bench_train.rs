@@ -31,7 +31,7 @@
 //! | `parameters`, `trainable_parameters` | values of the whole model, and those not frozen |
 //! | `peak_allocated_bytes` | the most that the steps had allocated on the host at a time, in blocks of 4 KiB or more |
 //! | `peak_rss_bytes`, `page_faults_per_step` | memory of the process on the host at its peak, up to the last step, and minor page faults |
-//! | `memory` | bytes that the first rank holds, now and at their peak (`weights_bytes`, `weights_peak_bytes`): `weights`, `gradients` and `optimizer` that it keeps, `activations` between passes, weights `gathered` for use, `buffers` of communication |
+//! | `memory` | bytes that the first rank holds, now and at their peak (`weights_bytes`, `weights_peak_bytes`): `weights`, `gradients` and `optimizer` that it keeps, `activations` between passes, weights `gathered` for use, `buffers` of communication, weights that stay `packed` |
 //! | `product_floor_secs` | the products of the linear layers alone, as above; null on a GPU, and where something is frozen or offloaded |
 //! | `read_bytes_per_step`, `written_bytes_per_step` | what a measured step moves from and to files |
 //! | `plain_copy_secs` | with `--offload-dir`: how long a plain copy of these bytes takes, by the same calls, in the first folder; else null |

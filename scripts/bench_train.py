@@ -3,12 +3,12 @@
 
     cargo build --release --example bench_train
     scripts/bench_train.py [--python PYTHON] [--before PROGRAM] [--turns N] [--steps N]
-                           [--cases NAME ..] [--precisions NAME ..] [--layouts NAME ..]
+                           [--cases NAME ..] [--precisions NAME ..] [--layouts NAME ..] [--packed NAME ..]
 
 PYTHON is an interpreter with torch and transformers, PROGRAM this benchmark built from another commit; the columns about
 what is not given are left out. The programs of a case run in turns, so that what else the machine does hits all; of each the turn
-with the median step is taken. Memory is the peak of the process's resident size. `--cases` or `--layouts` without a name leaves a
-table out.
+with the median step is taken. Memory is the peak of the process's resident size. `--cases`, `--layouts` or `--packed` without a
+name leaves a table out.
 """
 import argparse
 import json
@@ -39,6 +39,15 @@ PRECISIONS = {
     "bf16": (["--dtype", "bf16"], ["--dtype", "bf16"]),
 }
 LAYOUTS = {"one rank": [], "tp = 2": ["--tp", "2"], "pp = 2": ["--pp", "2"], "dp = 2": ["--dp", "2"]}
+
+# What gains by weights that stay packed: frozen ones, and those of several micro-batches.
+FREEZE = ["--freeze", "proj|embed_tokens|lm_head"]
+PACKED = {
+    "all but norms frozen, default, 1 x 256 tokens": ["--batch-size", "1", *FREEZE],
+    "all but norms frozen, large, 1 x 256 tokens": [*CASES["large"][1], "--batch-size", "1", *FREEZE],
+    "default, 4 micro-batches of 1 x 256 tokens": ["--batch-size", "4", "--micro-batch-size", "1"],
+    "large, 4 micro-batches of 1 x 256 tokens": [*CASES["large"][1], "--batch-size", "4", "--micro-batch-size", "1"],
+}
 
 
 def processor():
@@ -128,13 +137,25 @@ def print_layouts(a, before, steps):
             row(*cells, *(ratios(ours, found["before", layout]) if before else []))
 
 
+def print_packed(a, steps):
+    """Each case with weights that stay packed beside the same without."""
+    header("case", "precision", "tokens/s", "without", "ratio", "memory, ratio")
+    for case in a.packed:
+        for precision in a.precisions:
+            flags = [*PACKED[case], *PRECISIONS[precision][0], *steps]
+            found = medians(a.turns, {choice: [OURS, *flags, "--pack-weights", choice] for choice in ("on", "off")})
+            cells = [case, precision, f"{found['on']['tokens_per_sec']:.0f}"]
+            row(*cells, *ratios(found["on"], found["off"]))
+    print()
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--python", help="an interpreter with torch and transformers")
     p.add_argument("--before", metavar="PROGRAM", help="bench_train of another commit, to compare with")
     p.add_argument("--turns", type=int, default=3)
     p.add_argument("--steps", type=int, default=6)
-    for name, known in [("cases", CASES), ("precisions", PRECISIONS), ("layouts", LAYOUTS)]:
+    for name, known in [("cases", CASES), ("precisions", PRECISIONS), ("layouts", LAYOUTS), ("packed", PACKED)]:
         p.add_argument("--" + name, nargs="*", choices=list(known), default=list(known), metavar="NAME", help=f"of {', '.join(known)}")
     a = p.parse_args()
     steps = ["--steps", str(a.steps)]
@@ -144,6 +165,8 @@ def main():
         print_cases(a, {name: command for name, command in others.items() if command}, steps)
     if a.layouts:
         print_layouts(a, a.before, steps)
+    if a.packed:
+        print_packed(a, steps)
 
 
 if __name__ == "__main__":

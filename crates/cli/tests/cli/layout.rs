@@ -122,10 +122,13 @@ fn flags_for_more_devices_start_a_run_on_one_which_says_what_they_do_not_do() {
                 memory is the host's: --offload-dir names a folder)\n";
     assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
     assert!(!outcome.stdout.contains("ZeRO"), "{}", outcome.stdout);
-    let outcome = of_eight(program).succeeds();
+    let outcome = of_eight(program.clone()).succeeds();
     let said = "\nwithout effect here: --rank-timeout 9 (no processes), --deterministic (a CPU), --offload optimizer";
     assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
     assert!(outcome.stdout.contains("ZeRO-3"), "{}", outcome.stdout);
+    let divided = of_eight(program.clone().flag("--pack-weights", "on")).succeeds();
+    let said = "--pack-weights on (weights are not here between uses)";
+    assert!(divided.stdout.contains(said), "{}", divided.stdout);
     // Defaults, which the file of a run has, do nothing and ask for nothing.
     let outcome = alone
         .flag("--zero", 1)
