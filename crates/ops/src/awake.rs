@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 /// How long a thread looks for work until it sleeps.
 const PATIENCE: Duration = Duration::from_micros(300);
+/// How long it stays at a time: work of its own that this is in the way of need not wait for the end of all other work.
+const AT_MOST: Duration = Duration::from_millis(20);
 /// Pauses of the processor from one look to the next.
 const PAUSES: usize = 16;
 
@@ -23,10 +25,11 @@ thread_local! {
 pub(crate) fn keep_pool_awake() {
     static NUM_CORES: LazyLock<usize> =
         LazyLock::new(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get));
-    let num_threads = rayon::current_num_threads();
+    // Outside of a pool the number of threads is that of the global one, which would be started to tell.
     let Some(caller) = rayon::current_thread_index() else {
         return;
     };
+    let num_threads = rayon::current_num_threads();
     if num_threads == 1 || num_threads > *NUM_CORES {
         return;
     }
@@ -47,8 +50,9 @@ pub(crate) fn keep_pool_awake() {
 
 /// Does what the pool has to do, until there has been nothing for a while.
 fn work_while_there_is_some() {
-    let mut last_work = Instant::now();
-    while last_work.elapsed() < PATIENCE {
+    let start = Instant::now();
+    let mut last_work = start;
+    while last_work.elapsed() < PATIENCE && start.elapsed() < AT_MOST {
         match rayon::yield_now() {
             Some(rayon::Yield::Executed) => last_work = Instant::now(),
             _ => {
@@ -64,7 +68,8 @@ fn work_while_there_is_some() {
 mod tests {
     use super::{NUM_AWAKE, PATIENCE, keep_pool_awake};
     use rayon::prelude::*;
-    use std::sync::atomic::Ordering;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::time::{Duration, Instant};
 
     fn num_awake() -> usize {
@@ -82,8 +87,18 @@ mod tests {
             return;
         }
         pool_of(2).install(|| {
+            // The other thread works, so that it cannot have gone to sleep.
+            let caller = rayon::current_thread_index().unwrap();
+            let is_held = Arc::new(AtomicBool::new(true));
+            let holds = is_held.clone();
+            rayon::spawn_broadcast(move |context| {
+                while context.index() != caller && holds.load(Ordering::Acquire) {
+                    std::thread::yield_now();
+                }
+            });
             keep_pool_awake();
             assert_eq!(num_awake(), 1);
+            is_held.store(false, Ordering::Release);
             // Work that is shared out meanwhile is done by both, whoever of them is awake.
             let sum: usize = (0..10_000usize).into_par_iter().map(|i| i % 7).sum();
             assert_eq!(sum, (0..10_000).map(|i| i % 7).sum::<usize>());
@@ -92,8 +107,6 @@ mod tests {
                 assert!(start.elapsed() < limit, "a thread has not gone to sleep");
                 std::thread::sleep(PATIENCE);
             }
-            keep_pool_awake();
-            assert_eq!(num_awake(), 1);
         });
     }
 

@@ -33,6 +33,14 @@ impl MatmulPrecision {
         on_threads_of_rank(|| OF_THREAD.set(self));
     }
 
+    /// Calls `run` as if this were it on this thread.
+    pub fn during<R>(self, run: impl FnOnce() -> R) -> R {
+        let before = OF_THREAD.replace(self);
+        let result = run();
+        OF_THREAD.set(before);
+        result
+    }
+
     /// Whether products on `device` depend on it: not where the environment has a [`ProductChoice`].
     pub fn matters_on(device: &Device) -> bool {
         match device {

@@ -6,7 +6,7 @@ use crate::matrix::Matrix;
 use crate::product::{fill_panels, is_worth_it, new_panels, panel_bytes};
 use candle_core::{DType, Tensor};
 use std::mem::replace;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
 /// What a product with a weight is for.
 #[derive(Clone, Copy, Debug)]
@@ -57,7 +57,10 @@ impl PackedWeight {
 
     /// The weight has changed: the next product with it puts it in order again.
     pub fn forget(&self) {
-        self.0.iter().for_each(|slot| lock(slot).is_filled = false);
+        for slot in &self.0 {
+            let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+            slot.is_filled = false;
+        }
     }
 
     /// This weight, the right matrix of a product with a left one of so many rows; `None` if that does not read it so.
@@ -70,9 +73,15 @@ impl PackedWeight {
         if !is_worth_it::<T>(rows, right.cols) {
             return None;
         }
-        let mut slot = lock(&self.0[which as usize]);
-        let is_filled = replace(&mut slot.is_filled, true);
-        fill_panels(&mut slot.panels, is_filled, right);
+        // While another product puts it in order, of which this one may be a part, this one packs by itself.
+        let mut slot = match self.0[which as usize].try_lock() {
+            Ok(slot) => slot,
+            Err(TryLockError::Poisoned(slot)) => slot.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        let was_filled = replace(&mut slot.is_filled, false);
+        fill_panels(&mut slot.panels, was_filled, right);
+        slot.is_filled = true;
         Some(slot.panels.clone())
     }
 }
@@ -82,7 +91,7 @@ impl PackedWeight {
 pub struct LinearWeight<'a> {
     /// The values.
     pub values: &'a Tensor,
-    /// Room for the same ones in the orders in which products read them.
+    /// The same ones in the orders in which products read them: of this very weight, as no product compares the two.
     pub packed: Option<&'a PackedWeight>,
 }
 
@@ -97,10 +106,6 @@ impl<'a> From<&'a Tensor> for LinearWeight<'a> {
 
 fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
-}
-
-fn lock(slot: &Mutex<Slot>) -> MutexGuard<'_, Slot> {
-    slot.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(not(target_arch = "x86_64"))]

@@ -62,7 +62,7 @@ pub(crate) unsafe fn product<T: Element, Out: Element>(
 pub(crate) fn new_panels<T: Element>(num_k: usize, cols: usize) -> Option<Panels> {
     panel_bytes::<T>(num_k, cols)?;
     let mut panels = None;
-    with_kernel!(T, MatmulPrecision::get(), K => panels = Some(Panels::new::<K, T>(num_k, cols)));
+    with_kernel!(T, MatmulPrecision::get(), K => panels = Some(Panels::new::<K>(num_k, cols)));
     panels
 }
 
@@ -72,7 +72,7 @@ pub(crate) fn panel_bytes<T: Element>(num_k: usize, cols: usize) -> Option<usize
         return None;
     }
     let mut num_lines = 0;
-    with_kernel!(T, MatmulPrecision::get(), K => num_lines = Panels::num_lines::<K, T>(num_k, cols));
+    with_kernel!(T, MatmulPrecision::get(), K => num_lines = Panels::num_lines::<K>(num_k, cols));
     Some(num_lines * size_of::<Line>())
 }
 
@@ -83,12 +83,13 @@ pub(crate) fn fill_panels<T: Element>(
     matrix: Matrix<'_, T>,
 ) {
     with_kernel!(T, MatmulPrecision::get(), K => {
-        if is_filled && panels.fit::<K, T>(matrix) {
+        let (num_k, cols) = (matrix.rows, matrix.cols);
+        if is_filled && panels.fit::<K>(num_k, cols) {
             return;
         }
         // A product may still read the old ones; other kernels have others.
-        if Arc::get_mut(panels).is_none_or(|panels| !panels.fit::<K, T>(matrix)) {
-            *panels = Arc::new(Panels::new::<K, T>(matrix.rows, matrix.cols));
+        if Arc::get_mut(panels).is_none_or(|panels| !panels.fit::<K>(num_k, cols)) {
+            *panels = Arc::new(Panels::new::<K>(num_k, cols));
         }
         if let Some(panels) = Arc::get_mut(panels) {
             // SAFETY: the processor has what the kernel needs.
@@ -251,7 +252,7 @@ mod tests {
                 for which in [[true, false], [false, true], [true, true]] {
                     let panels = [0, 1].map(|i| {
                         let Factors { rhs, .. } = factors[i];
-                        let mut panels = Panels::new::<K, T>(rhs.rows, rhs.cols);
+                        let mut panels = Panels::new::<K>(rhs.rows, rhs.cols);
                         // SAFETY: as above.
                         unsafe { panels.pack::<K, T>(rhs) };
                         panels

@@ -13,6 +13,7 @@ use clap::{Args, Command};
 use serde::{Deserialize, Deserializer, Serialize};
 use toml::{Table, Value};
 
+use crate::args::choices::PackChoice;
 use crate::args::data::DataArgs;
 use crate::args::samples::SampleArgs;
 use crate::args::training::TrainingArgs;
@@ -216,6 +217,11 @@ impl<S: Start> Run<S> {
         let lora = self.start.adapters();
         let taken = training.fill(config, lora.is_given(), on_gpus, is_restart);
         let seq_len = training.batches.sequences.seq_len();
+        let pack_weights = match training.layout.pack_weights {
+            PackChoice::On if !on_gpus && training.strategy.num_servers() == 0 => PackWeights::All,
+            // With auto what the machine has room for is looked at when ranks start.
+            _ => PackWeights::Off,
+        };
         RunSpec {
             longer: self.start.longer(config, seq_len),
             data: self.data.clone(),
@@ -226,7 +232,7 @@ impl<S: Start> Run<S> {
             num_ranks,
             on_gpus,
             samples: None,
-            pack_weights: PackWeights::Off,
+            pack_weights,
             kept_activations: 0,
         }
     }

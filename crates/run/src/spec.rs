@@ -226,7 +226,7 @@ impl RunSpec {
         }
     }
 
-    /// What a rank of [`Self::model`] will hold. Parameter servers compute no passes.
+    /// What a rank of [`Self::model`] will hold, without what `--pack-weights auto` keeps where a machine has room. Parameter servers compute no passes.
     ///
     /// # Errors
     /// A number of micro-batches that the schedule is not made for.
@@ -262,7 +262,9 @@ impl RunSpec {
             passes,
             update: Some(update),
         };
-        MemoryPlan::new(rank, &work)
+        // What is packed of f32 depends on how they are multiplied.
+        let precision = self.training.ranks.matmul_precision();
+        precision.during(|| MemoryPlan::new(rank, &work))
     }
 
     /// Micro-batches of a step, and sequences of each.
@@ -284,18 +286,15 @@ impl RunSpec {
         }
     }
 
-    /// Lets weights stay packed for products on the CPU: as the flag says, or those that gain by it, if the ranks of this machine are expected to leave an
-    /// eighth of what it has left then.
+    /// Lets those weights stay packed for products on the CPU that gain by it, if the ranks of this machine are expected to leave an eighth of what it has left
+    /// then, and if no flag says which.
     pub(crate) fn choose_packing(&mut self, env: &RankEnv) -> Result<()> {
-        if self.on_gpus || self.training.strategy.num_servers() > 0 {
+        let is_open = self.training.layout.pack_weights == PackChoice::Auto;
+        if !is_open || self.on_gpus || self.training.strategy.num_servers() > 0 {
             return Ok(());
         }
         let (num_micro_batches, _) = self.micro_batches();
         let wanted = self.training.layout.packing(num_micro_batches);
-        self.pack_weights = wanted;
-        if self.training.layout.pack_weights != PackChoice::Auto {
-            return Ok(());
-        }
         let (model, left) = (self.model()?, memory_left().unwrap_or(0));
         for pack_weights in [wanted, PackWeights::Frozen, PackWeights::Off] {
             self.pack_weights = pack_weights;

@@ -84,10 +84,11 @@ impl TrainingArgs {
                     layout.pack_weights == PackChoice::On,
                     "--pack-weights on".to_string(),
                 ),
-                match (on_cpus, is_apart) {
-                    (false, _) => "no CPU computes",
-                    (true, true) => "weights are not here between uses",
-                    (true, false) => "products of this processor pack nothing",
+                match (on_cpus, has_servers, is_apart) {
+                    (false, ..) => "no CPU computes",
+                    (true, true, _) => "workers of parameter servers pack nothing",
+                    (true, false, true) => "weights are not here between uses",
+                    (true, false, false) => "products of this processor pack nothing",
                 },
             ),
             (

@@ -1,12 +1,13 @@
 //! Weights that stay packed for products: the same bits, on all layouts and whatever changes them.
 
 use candle_comm::launch::threads;
-use candle_comm::{Degrees, Mesh};
+use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::PackedWeight;
+use candle_parallel::checkpoint::{CheckpointSaver, TrainingCheckpoint};
 use candle_parallel::{
-    AdamWConfig, LoraConfig, LossScaling, MemoryCategory, PackWeights, ParamStore, Pass, Pipeline,
-    Recompute, Schedule, ZeroStage,
+    AdamWConfig, DistributedOptimizer, LoraConfig, LossScaling, MemoryCategory, ModelPart,
+    PackWeights, ParamStore, Pass, Pipeline, PipelineLayout, Recompute, Schedule, ZeroStage,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::{LrDecay, LrSchedule, TrainConfig, Trainer};
@@ -25,6 +26,8 @@ struct Case {
     is_tied: bool,
     has_lora: bool,
     recompute: Recompute,
+    /// Of each rank.
+    num_stages: usize,
     dtype: DType,
 }
 
@@ -52,7 +55,7 @@ impl Case {
             .collect()
     }
 
-    /// Two steps, an evaluation, frozen weights and others from elsewhere, a step: of each rank, and whether anything was packed.
+    /// Two steps, an evaluation, weights from elsewhere, a step and an evaluation: of each rank, and whether anything was packed.
     fn trained(&self, pack_weights: PackWeights) -> Result<Vec<(Trained, bool)>> {
         let num_ranks = self.degrees.world_size().unwrap_or(0);
         threads(num_ranks, |world| {
@@ -66,7 +69,14 @@ impl Case {
             }
             let store = store.with_packed_weights(pack_weights);
             let vb = store.builder(self.dtype, &Device::Cpu);
-            let part = CausalLm::part_with(&self.config()?, &mesh, &vb, PartConfig::default())?;
+            let schedule = Schedule::OneForwardOneBackward;
+            let stages = schedule.placement(self.degrees.pp, self.num_stages)?;
+            let layers = vec![2 / stages.len(); stages.len()];
+            let parts = PartConfig {
+                layout: Some(PipelineLayout::of_layers(&layers, &stages)?),
+                ..PartConfig::default()
+            };
+            let part = CausalLm::part_with(&self.config()?, &mesh, &vb, parts)?;
             let part = part.with_recompute(|_| self.recompute);
             let config = TrainConfig {
                 lr_schedule: LrSchedule {
@@ -80,7 +90,7 @@ impl Case {
                 adamw: AdamWConfig::default(),
                 max_grad_norm: Some(1.0),
                 loss_scaling: LossScaling::default(),
-                schedule: Schedule::OneForwardOneBackward,
+                schedule,
                 pipeline_prefetch: 1,
             };
             let mut trainer = Trainer::new(config, &mesh, part)?;
@@ -88,9 +98,13 @@ impl Case {
             for step in 0..3 {
                 let batches = Self::batches(10 * step + mesh.dp.rank())?;
                 losses.push(trainer.train_step(&batches)?.loss.to_bits());
+                // Updates of the first step arrive in the passes of the second one.
+                if step == 0 {
+                    continue;
+                }
                 let params = trainer.part().params();
                 params.wait_for_updates()?;
-                let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+                let pipeline = Pipeline::new(schedule, &mesh);
                 let held_out = Self::batches(99)?.into_iter().map(Ok);
                 let sums = pipeline.evaluate(trainer.part(), held_out)?;
                 losses.push(sums.loss().to_bits());
@@ -122,6 +136,7 @@ fn packed_weights_leave_training_as_it_is() -> Result<()> {
         is_tied: false,
         has_lora: false,
         recompute: Recompute::None,
+        num_stages: 1,
         dtype: DType::BF16,
     };
     let cases = [
@@ -155,6 +170,11 @@ fn packed_weights_leave_training_as_it_is() -> Result<()> {
             ..plain
         },
         Case {
+            num_stages: 2,
+            dtype: DType::F16,
+            ..plain
+        },
+        Case {
             has_lora: true,
             ..plain
         },
@@ -179,6 +199,49 @@ fn packed_weights_leave_training_as_it_is() -> Result<()> {
                 assert_eq!(*packed, packs, "{which:?}: {case:?}");
             }
         }
+    }
+    Ok(())
+}
+
+/// Frozen weights that a checkpoint brings take the place of those that were packed.
+#[test]
+fn a_checkpoint_brings_frozen_weights() -> Result<()> {
+    let case = Case {
+        degrees: Degrees::default(),
+        zero: ZeroStage::One,
+        is_tied: false,
+        has_lora: false,
+        recompute: Recompute::None,
+        num_stages: 1,
+        dtype: DType::F32,
+    };
+    let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), case.degrees)?;
+    let make = |seed, pack_weights| -> Result<(ModelPart, DistributedOptimizer)> {
+        let store = ParamStore::init(seed).freeze(|name| name.contains("proj"));
+        let vb = store
+            .with_packed_weights(pack_weights)
+            .builder(case.dtype, &Device::Cpu);
+        let part = CausalLm::part_with(&case.config()?, &mesh, &vb, PartConfig::default())?;
+        let optimizer = DistributedOptimizer::adamw(part.params(), &mesh, AdamWConfig::default())?;
+        Ok((part, optimizer))
+    };
+    let loss = |part: &ModelPart| -> Result<u64> {
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        let sums = pipeline.evaluate(part, Case::batches(1)?.into_iter().map(Ok))?;
+        Ok(sums.loss().to_bits())
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let (part, optimizer) = make(5, PackWeights::Off)?;
+    let want = loss(&part)?;
+    let mut saver = CheckpointSaver::new(&mesh.world, &dir.path().join("saves"), 1, None)?;
+    saver.start(&optimizer, 1, json!({}))?;
+    let saved = saver.finish()?.expect("a save was under way");
+    let saved = saved.saved.unwrap();
+    for pack_weights in [PackWeights::Off, PackWeights::Frozen] {
+        let (part, mut optimizer) = make(6, pack_weights)?;
+        assert_ne!(loss(&part)?, want);
+        TrainingCheckpoint::open(&mesh.world, &saved)?.load(&mut optimizer)?;
+        assert_eq!(loss(&part)?, want, "{pack_weights:?}");
     }
     Ok(())
 }

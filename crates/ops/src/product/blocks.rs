@@ -49,19 +49,18 @@ pub(super) unsafe fn multiply<K: Kernel, T: Element, Out: Element>(
     factors: &[Factors<'_, T>],
 ) {
     for Factors { rhs, panels, .. } in factors {
-        assert!(panels.is_none_or(|panels| panels.fit::<K, T>(*rhs)));
+        assert!(panels.is_none_or(|panels| panels.fit::<K>(rhs.rows, rhs.cols)));
     }
     let lane_bytes = size_of::<u32>() * K::Format::PARTS;
-    let sums = sums::<K, T>(factors, MAX_LANES / K::Format::PARTS);
+    let num_k: Vec<usize> = factors.iter().map(|factors| factors.lhs.cols).collect();
+    let sums = sums::<K>(&num_k, MAX_LANES / K::Format::PARTS);
     let passes: Vec<&[Sum]> = sums.chunk_by(|_, next| next.first_lane > 0).collect();
     let pass_lanes = |sums: &[Sum]| sums.iter().map(|sum| sum.lanes).sum::<usize>();
     let most_lanes = passes.iter().map(|sums| pass_lanes(sums)).max();
     let block_cols = RHS_BYTES / (most_lanes.unwrap_or_default().max(1) * lane_bytes);
     let block_cols = (block_cols / COLS * COLS).max(COLS);
-    let is_parallel = {
-        let num_k: usize = factors.iter().map(|factors| factors.lhs.cols).sum();
-        (out.rows * out.cols).saturating_mul(num_k) > PARALLEL_MULTIPLICATIONS
-    };
+    let multiplications = (out.rows * out.cols).saturating_mul(num_k.iter().sum());
+    let is_parallel = multiplications > PARALLEL_MULTIPLICATIONS;
     for col in (0..out.cols).step_by(block_cols) {
         let cols = col..out.cols.min(col + block_cols);
         let target = Target::new(out, addend, cols.clone(), passes.len());
@@ -84,13 +83,12 @@ pub(super) unsafe fn multiply<K: Kernel, T: Element, Out: Element>(
     }
 }
 
-/// All values along `k`, cut into sums of equal length, and these put together into passes of up to `max_lanes`.
-pub(super) fn sums<K: Kernel, T>(factors: &[Factors<'_, T>], max_lanes: usize) -> Vec<Sum> {
+/// All values along `k` of products, cut into sums of equal length, and these put together into passes of up to `max_lanes`.
+pub(super) fn sums<K: Kernel>(num_k: &[usize], max_lanes: usize) -> Vec<Sum> {
     let step = K::Format::TERMS * K::LANES_STEP;
     let mut sums = Vec::new();
     let mut first_lane = 0;
-    for (i, factors) in factors.iter().enumerate() {
-        let num_k = factors.lhs.cols;
+    for (i, &num_k) in num_k.iter().enumerate() {
         let len = num_k.div_ceil(num_k.div_ceil(K::SUM_LEN).max(1));
         let len = len.next_multiple_of(step).max(1);
         for start in (0..num_k).step_by(len) {

@@ -5,7 +5,7 @@ use super::kernel::{COLS, Kernel, ROW_LINES};
 use super::packing::{Format, Layout, Panel};
 use crate::element::Element;
 use crate::lines::Line;
-use crate::matrix::{Factors, Matrix, PARALLEL_MULTIPLICATIONS};
+use crate::matrix::{Matrix, PARALLEL_MULTIPLICATIONS};
 use rayon::prelude::*;
 use std::alloc::{alloc_zeroed, handle_alloc_error};
 use std::any::TypeId;
@@ -33,35 +33,31 @@ const fn lane_lines<K: Kernel>() -> usize {
     ROW_LINES * K::Format::PARTS
 }
 
-/// The sums of a product with a right matrix of so many values along `k`.
-fn sums_of<K: Kernel, T: Element>(num_k: usize) -> Vec<Sum> {
-    let empty = Matrix::<T>::new(&[], 0, num_k, num_k);
-    sums::<K, T>(&[Factors::new(empty, empty.t())], usize::MAX)
+/// The sums of a product with so many values along `k`.
+fn sums_of<K: Kernel>(num_k: usize) -> Vec<Sum> {
+    sums::<K>(&[num_k], usize::MAX)
 }
 
 impl Panels {
     /// Lines of the panels of a matrix (k, cols).
-    pub(super) fn num_lines<K: Kernel, T: Element>(num_k: usize, cols: usize) -> usize {
-        let lanes: usize = sums_of::<K, T>(num_k).iter().map(|sum| sum.lanes).sum();
+    pub(super) fn num_lines<K: Kernel>(num_k: usize, cols: usize) -> usize {
+        let lanes: usize = sums_of::<K>(num_k).iter().map(|sum| sum.lanes).sum();
         cols.div_ceil(COLS) * lanes * lane_lines::<K>()
     }
 
     /// Memory for the panels of a matrix (k, cols), of which none is written.
-    pub(super) fn new<K: Kernel, T: Element>(num_k: usize, cols: usize) -> Self {
+    pub(super) fn new<K: Kernel>(num_k: usize, cols: usize) -> Self {
         Self {
-            lines: zeros(Self::num_lines::<K, T>(num_k, cols)),
+            lines: zeros(Self::num_lines::<K>(num_k, cols)),
             num_k,
             cols,
             kernel: TypeId::of::<K>(),
         }
     }
 
-    /// Whether these are for this kernel and a matrix of this shape.
-    pub(super) fn fit<K: Kernel, T: Element>(&self, matrix: Matrix<'_, T>) -> bool {
-        let num_lines = Self::num_lines::<K, T>(matrix.rows, matrix.cols);
-        self.kernel == TypeId::of::<K>()
-            && (self.num_k, self.cols) == (matrix.rows, matrix.cols)
-            && self.lines.len() == num_lines
+    /// Whether these are for this kernel and a matrix (k, cols).
+    pub(super) fn fit<K: Kernel>(&self, num_k: usize, cols: usize) -> bool {
+        self.kernel == TypeId::of::<K>() && (self.num_k, self.cols) == (num_k, cols)
     }
 
     /// Packs a matrix that these are for.
@@ -69,11 +65,11 @@ impl Panels {
     /// # Safety
     /// The processor has what the kernel needs.
     pub(super) unsafe fn pack<K: Kernel, T: Element>(&mut self, matrix: Matrix<'_, T>) {
-        assert!(self.fit::<K, T>(matrix));
+        assert!(self.fit::<K>(matrix.rows, matrix.cols));
         let num_panels = self.cols.div_ceil(COLS);
         let is_parallel = self.num_k * self.cols * COLS > PARALLEL_MULTIPLICATIONS;
         let mut lines = &mut *self.lines;
-        for sum in sums_of::<K, T>(self.num_k) {
+        for sum in sums_of::<K>(self.num_k) {
             let layout = layout::<K>(&sum);
             let (of_sum, rest) = lines.split_at_mut(num_panels * layout.stride);
             lines = rest;
@@ -112,12 +108,10 @@ fn layout<K: Kernel>(sum: &Sum) -> Layout {
 
 /// Zeros, of which the system gives each page when it is first used.
 fn zeros(len: usize) -> Vec<Line> {
-    let Ok(layout) = std::alloc::Layout::array::<Line>(len) else {
-        return Vec::new(); // refused where they are read, as more than there can be
+    let layout = std::alloc::Layout::array::<Line>(len);
+    let Some(layout) = layout.ok().filter(|layout| layout.size() > 0) else {
+        return vec![Line::ZERO; len]; // none, or more than there can be, which this says
     };
-    if layout.size() == 0 {
-        return Vec::new();
-    }
     // SAFETY: the layout is not empty.
     let place = unsafe { alloc_zeroed(layout) };
     if place.is_null() {

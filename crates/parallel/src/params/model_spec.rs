@@ -224,9 +224,11 @@ impl ModelSpec {
             let blocks = param.blocks.iter().copied();
             let blocks =
                 blocks.filter(|&block| layout.stage_of_block(block).as_ref().is_some_and(is_own));
-            let mut multiplied_by = param.multiplied_by.iter();
-            let is_multiplied = multiplied_by
-                .any(|block| layout.stage_of_block(*block).as_ref().is_some_and(is_own));
+            let is_here = |block: &usize| {
+                let stage = layout.stage_of_block(*block);
+                stage.as_ref().is_some_and(is_own) || param.outside.contains(&pp_rank)
+            };
+            let is_multiplied = param.multiplied_by.iter().any(is_here);
             let first = param.outside.contains(&pp_rank).then_some(0);
             let blocks: BTreeSet<usize> = first.into_iter().chain(blocks).collect();
             let owned = match self.owner(param) == pp_rank {

@@ -1,7 +1,7 @@
 //! Weights of linear layers that stay in the order in which products on the CPU read them.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::DType;
 use candle_ops::PackedWeight;
@@ -45,7 +45,8 @@ pub(crate) fn packed_bytes(dims: &[usize], dtype: DType) -> usize {
 #[derive(Debug, Default)]
 pub(crate) struct PackedWeights {
     meter: OnceLock<MemoryMeter>,
-    /// Whether the passes of a step are under way: an update is written before a weight's first product there, if not before the passes.
+    /// Whether the passes of a step are under way. Updates may still arrive in them, but each before its block runs: what was packed in these passes holds
+    /// for them.
     in_passes: AtomicBool,
     /// Steps whose passes have begun; each may use other values of what is trained.
     num_steps: AtomicU64,
@@ -89,8 +90,8 @@ pub(crate) struct KeptWeight {
     dims: (usize, usize),
     dtype: DType,
     room: OnceLock<Option<Room>>,
-    /// Steps and writes when it was packed.
-    packed_at: [AtomicU64; 2],
+    /// The steps and writes before it was packed.
+    packed_after: Mutex<u64>,
 }
 
 #[derive(Debug)]
@@ -113,7 +114,7 @@ impl KeptWeight {
             dims,
             dtype,
             room: OnceLock::new(),
-            packed_at: Default::default(),
+            packed_after: Mutex::default(),
         }
     }
 
@@ -135,10 +136,12 @@ impl KeptWeight {
             true => of_rank.num_steps.load(Ordering::Relaxed),
             false => 0,
         };
-        let now = [steps, of_rank.num_writes.load(Ordering::Relaxed)];
-        let then = [0, 1].map(|i| self.packed_at[i].swap(now[i], Ordering::Relaxed));
-        if now != then {
+        // Both only grow.
+        let now = steps + of_rank.num_writes.load(Ordering::Relaxed);
+        let mut packed_after = (self.packed_after.lock()).unwrap_or_else(PoisonError::into_inner);
+        if *packed_after != now {
             packed.forget();
+            *packed_after = now;
         }
         Some(packed)
     }

@@ -47,8 +47,8 @@ pub struct Param {
     pub(super) var: Var,
     /// Updates that other ranks made and that are on the way here.
     pub(super) pending: Arc<PendingWeights>,
-    /// What stays of weights in the order of products.
-    pub(super) packed: Arc<PackedWeights>,
+    /// Weights that stay in the order of products, to which what is written here is told.
+    pub(super) of_products: Arc<PackedWeights>,
 }
 
 /// Who asked for a parameter.
@@ -102,7 +102,7 @@ impl Param {
         self.trainable && self.is_of_blocks() && self.num_values() > 0 && !self.is_used_at_times
     }
 
-    /// The local values, outside of any graph, when all updates have arrived.
+    /// The local values, outside of any graph, when all updates have arrived. To change them is for [`Parameters::refill`](crate::Parameters::refill) alone.
     ///
     /// # Errors
     /// The values are not here, as they were [released](crate::Parameters::release) or replicas divide them (ZeRO-3: see

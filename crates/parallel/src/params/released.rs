@@ -20,7 +20,7 @@ const RELEASED: DType = DType::F4;
 impl Param {
     /// Frees the local values. Every read is an error until [`Self::refill`].
     pub(super) fn release(&self) -> Result<()> {
-        self.packed.forget();
+        self.of_products.forget();
         self.pending.wait_for_all()?;
         if self.is_present() {
             let values = self.var.as_detached_tensor();
@@ -71,7 +71,7 @@ impl Param {
             );
         }
         self.pending.wait_for_all()?;
-        self.packed.forget();
+        self.of_products.forget();
         move_storage(values, &self.var.as_detached_tensor())
     }
 

@@ -479,7 +479,7 @@ impl ParamStore {
             is_adapter,
             stored_dtype,
             pending: self.pending.clone(),
-            packed: self.packed.clone(),
+            of_products: self.packed.clone(),
         };
         if is_deferred {
             param.release()?;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{D, DType, Result, Tensor};
-use candle_ops::{LinearWeight, linear_of_few_rows};
+use candle_ops::{LinearWeight, PackedWeight, linear_of_few_rows};
 
 use super::packed_weights::KeptWeight;
 use super::sharded_weights::ShardedWeights;
@@ -67,15 +67,20 @@ impl TiledWeight {
         }
     }
 
-    /// The whole weight for a product, packed if it stays so: not where replicas divide weights or they are offloaded.
+    /// The whole weight for a product; not where it [is tiled](Self::is_tiled).
     pub(crate) fn whole(&self) -> LinearWeight<'_> {
+        LinearWeight {
+            values: &self.whole,
+            packed: self.packed(),
+        }
+    }
+
+    /// What stays packed of the whole weight: not where replicas divide weights or they are offloaded.
+    fn packed(&self) -> Option<&PackedWeight> {
         let is_divided = |divided: &Divided| divided.weights.get().is_some();
         let is_divided = self.divided.as_ref().is_some_and(is_divided);
         let kept = self.kept_packed.as_ref().filter(|_| !is_divided);
-        LinearWeight {
-            values: &self.whole,
-            packed: kept.and_then(|kept| kept.get()),
-        }
+        kept.and_then(|kept| kept.get())
     }
 
     /// The parameter: the identity by which its gradient is found. Its values are not here if [`Self::is_tiled`].
@@ -207,9 +212,10 @@ impl TiledWeight {
         self.for_each_tile(|rows, tile| {
             let (first, len) = (rows.start, rows.len());
             let bias = bias.map(|bias| bias.narrow(0, first, len)).transpose()?;
-            let weight = match self.is_tiled() {
-                true => LinearWeight::from(tile),
-                false => self.whole(),
+            // A tile that is not the whole weight has none.
+            let weight = LinearWeight {
+                values: tile,
+                packed: self.packed(),
             };
             parts.push(match residual {
                 None => weight.forward(xs, bias.as_ref())?,
