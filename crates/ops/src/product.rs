@@ -31,6 +31,7 @@ use crate::{MatmulPrecision, ProductChoice};
 pub(crate) use amx::Amx;
 use blocks::multiply;
 use candle_core::DType;
+use kernel::Kernel;
 pub(crate) use packed::Small;
 pub(crate) use panels::Panels;
 pub(crate) use registers::{Dots, MultiplyAdds};
@@ -82,20 +83,30 @@ pub(crate) fn fill_panels<T: Element>(
     is_filled: bool,
     matrix: Matrix<'_, T>,
 ) {
-    with_kernel!(T, MatmulPrecision::get(), K => {
-        let (num_k, cols) = (matrix.rows, matrix.cols);
-        if is_filled && panels.fit::<K>(num_k, cols) {
-            return;
-        }
-        // A product may still read the old ones; other kernels have others.
-        if Arc::get_mut(panels).is_none_or(|panels| !panels.fit::<K>(num_k, cols)) {
-            *panels = Arc::new(Panels::new::<K>(num_k, cols));
-        }
-        if let Some(panels) = Arc::get_mut(panels) {
-            // SAFETY: the processor has what the kernel needs.
-            unsafe { panels.pack::<K, T>(matrix) };
-        }
-    });
+    let precision = MatmulPrecision::get();
+    // SAFETY: the processor has what the kernel needs.
+    unsafe { with_kernel!(T, precision, K => fill::<K, T>(panels, is_filled, matrix)) };
+}
+
+/// # Safety
+/// The processor has what the kernel needs.
+unsafe fn fill<K: Kernel, T: Element>(
+    panels: &mut Arc<Panels>,
+    is_filled: bool,
+    matrix: Matrix<'_, T>,
+) {
+    let (num_k, cols) = (matrix.rows, matrix.cols);
+    if is_filled && panels.fit::<K>(num_k, cols) {
+        return;
+    }
+    // A product may still read the old ones; other kernels have others.
+    if Arc::get_mut(panels).is_none_or(|panels| !panels.fit::<K>(num_k, cols)) {
+        *panels = Arc::new(Panels::new::<K>(num_k, cols));
+    }
+    if let Some(panels) = Arc::get_mut(panels) {
+        // SAFETY: as promised by the caller.
+        unsafe { panels.pack::<K, T>(matrix) };
+    }
 }
 
 /// The kernels, by what they multiply with.
