@@ -105,15 +105,16 @@ mod tests {
         });
         let json = serde_json::to_value(report).unwrap();
         let fields = json.as_object().unwrap();
-        assert_eq!(fields.len(), 16);
+        assert_eq!(fields.len(), 2 * MemoryCategory::ALL.len());
         assert_eq!(fields["weights_bytes"], 0);
         assert_eq!(fields["gradients_peak_bytes"], 11);
         assert_eq!(fields["optimizer_bytes"], 2);
         assert_eq!(fields["activations_bytes"], 3);
         assert_eq!(fields["gathered_peak_bytes"], 14);
         assert_eq!(fields["buffers_peak_bytes"], 15);
-        assert_eq!(fields["host_bytes"], 6);
-        assert_eq!(fields["disk_peak_bytes"], 17);
+        assert_eq!(fields["packed_peak_bytes"], 16);
+        assert_eq!(fields["host_bytes"], 7);
+        assert_eq!(fields["disk_peak_bytes"], 18);
         let again: MemoryReport = serde_json::from_value(json.clone()).unwrap();
         assert_eq!(again, report);
         let of_before = (fields.clone().into_iter())
