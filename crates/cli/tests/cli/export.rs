@@ -388,6 +388,8 @@ fn the_memory_that_inspect_tells_is_that_of_a_run() {
             .flag("--seq-len", 512)
             .flag("--micro-batch-size", 1)
             .flag("--global-batch-size", 1)
+            // Which depends on the processor, and on what memory is free.
+            .flag("--pack-weights", "off")
             .flag("--sample-tokens", 0);
         let run = flags
             .iter()
