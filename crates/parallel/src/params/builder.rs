@@ -148,7 +148,7 @@ impl ParamBuilder {
         init: Init,
     ) -> Result<TiledWeight> {
         let request = self.request(shape.into(), name, placement.into(), init);
-        self.store.get_linear(ParamRequest {
+        self.store.get_tiled(ParamRequest {
             by_tiles: true,
             is_multiplied: true,
             ..request

@@ -290,20 +290,11 @@ impl ParamStore {
         Ok(Shape::from(checkpoint.entry(name)?.shape.as_slice()))
     }
 
-    /// [`Self::get`] for a layer that can use the rows tile by tile.
+    /// [`Self::get`] for a layer that can use the rows tile by tile. A weight that a layer multiplies with may stay packed.
     pub(crate) fn get_tiled(&self, request: ParamRequest<'_>) -> Result<TiledWeight> {
         let name = request.name.clone();
+        let may_stay_packed = request.is_multiplied && request.device.is_cpu();
         let whole = self.get(request)?;
-        let state = self.lock();
-        let param = state.params.get(&name);
-        let packing = param.and_then(|param| param.packing.clone());
-        Ok(TiledWeight::new(whole, name, packing, &self.sharded))
-    }
-
-    /// [`Self::get_tiled`] for a layer that multiplies with it.
-    pub(crate) fn get_linear(&self, request: ParamRequest<'_>) -> Result<TiledWeight> {
-        let (name, on_cpu) = (request.name.clone(), request.device.is_cpu());
-        let weight = self.get_tiled(request)?;
         let mut state = self.lock();
         let StoreState {
             params,
@@ -311,13 +302,14 @@ impl ParamStore {
             pack_weights,
             ..
         } = &mut *state;
-        let (Some(param), Ok(dims)) = (params.get(&name), weight.dims2()) else {
+        let param = params.get(&name);
+        let packing = param.and_then(|param| param.packing.clone());
+        let is_as_it_is = may_stay_packed && packing.is_none();
+        let weight = TiledWeight::new(whole, name.clone(), packing, &self.sharded);
+        let stays = |param: &&Param| is_as_it_is && pack_weights.includes(param.trainable);
+        let (Some(param), Ok(dims)) = (param.filter(stays), weight.dims2()) else {
             return Ok(weight);
         };
-        let is_as_is = param.packing.is_none() && on_cpu;
-        if !is_as_is || !pack_weights.includes(param.trainable) {
-            return Ok(weight);
-        }
         let kept = || KeptWeight::new(&self.packed, dims, param.dtype(), param.trainable);
         let kept = kept_packed.entry(name).or_insert_with(|| Arc::new(kept()));
         Ok(weight.kept_packed(kept.clone()))
