@@ -14,6 +14,8 @@ pub struct Family {
     pub model_type: &'static str,
     /// Its class in `transformers`.
     pub architecture: &'static str,
+    /// Its architecture in llama.cpp, and so in GGUF files.
+    pub gguf_architecture: &'static str,
     /// The fields with a default of its own and those that not every family reads, with their values where the file has none.
     pub(crate) defaults: fn() -> Value,
     /// What these fields mean; the configuration has everything else already.

@@ -12,6 +12,7 @@ use crate::family::Family;
 pub static GEMMA: Family = Family {
     model_type: "gemma",
     architecture: "GemmaForCausalLM",
+    gguf_architecture: "gemma",
     defaults: || {
         json!({
             "max_position_embeddings": 8192, "num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": true,

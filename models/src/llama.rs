@@ -11,6 +11,7 @@ use crate::family::Family;
 pub static LLAMA: Family = Family {
     model_type: "llama",
     architecture: "LlamaForCausalLM",
+    gguf_architecture: "llama",
     defaults: || json!({"max_position_embeddings": 2048, "attention_bias": false, "mlp_bias": false}),
     read,
     write: |config| json!({"attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}),

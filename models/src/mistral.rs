@@ -11,6 +11,7 @@ use crate::family::Family;
 pub static MISTRAL: Family = Family {
     model_type: "mistral",
     architecture: "MistralForCausalLM",
+    gguf_architecture: "llama",
     defaults: || json!({"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}),
     read,
     write: |config| json!({"sliding_window": config.window(0)}),

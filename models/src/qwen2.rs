@@ -11,6 +11,7 @@ use crate::family::Family;
 pub static QWEN2: Family = Family {
     model_type: "qwen2",
     architecture: "Qwen2ForCausalLM",
+    gguf_architecture: "qwen2",
     defaults,
     read: |file, config| {
         config.qkv_bias = true;

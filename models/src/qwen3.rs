@@ -9,6 +9,7 @@ use crate::qwen2;
 pub static QWEN3: Family = Family {
     model_type: "qwen3",
     architecture: "Qwen3ForCausalLM",
+    gguf_architecture: "qwen3",
     defaults: || {
         let mut fields = qwen2::defaults();
         fields["head_dim"] = json!(128);

@@ -86,6 +86,7 @@
 //! | `memory` | [`MemoryMeter`]: the bytes that a rank holds, by what they are for |
 //! | `memory_plan` | [`MemoryPlan`]: what a rank will hold, by arithmetic |
 //! | `checkpoint` | Hugging Face folders, read and written part by part |
+//! | `gguf` | files for llama.cpp and Ollama |
 #![deny(unsafe_code)]
 
 mod agreement;
@@ -93,6 +94,7 @@ pub mod checkpoint;
 mod checksums;
 mod context_parallel;
 mod files;
+pub mod gguf;
 mod gradients;
 mod layers;
 mod lora;

@@ -19,7 +19,9 @@ mod fingerprint;
 mod fit;
 mod flags;
 mod generation_config;
+mod gguf_export;
 mod idle;
+mod modelfile;
 mod name;
 mod observer;
 mod output;
@@ -72,6 +74,7 @@ pub use finetune::{Finetune, FromCheckpoint};
 pub use fingerprint::fingerprint_of_program;
 pub use flags::{Layer, find, leave_out, numbers_may_be_negative, words_of_layers};
 pub use generation_config::{GENERATION_FILE, GenerationFile};
+pub use gguf_export::{GgufExport, GgufSource};
 pub use idle::Idle;
 pub use observer::{Console, Observer, Observers, RunEvent};
 pub use output::{

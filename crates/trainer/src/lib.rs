@@ -20,6 +20,7 @@ mod few;
 mod file_format;
 mod first_fit;
 mod generate;
+mod gguf;
 mod held_out;
 mod json_file;
 mod line_borders;
@@ -63,6 +64,7 @@ pub use data::{
 pub use eval_batches::EvalBatches;
 pub use evaluation::{EvalHistory, EvalMetrics, Evaluation};
 pub use generate::{GenerateConfig, generate};
+pub use gguf::{GgufVocab, gguf_vocab, template_from_gguf, tokenizer_from_gguf};
 pub use held_out::held_out;
 pub use loss_range::{LossHistory, LossRange};
 pub use lr_schedule::{LrDecay, LrSchedule};

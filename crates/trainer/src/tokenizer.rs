@@ -170,6 +170,19 @@ impl Tokenizer {
         }))
     }
 
+    /// The ids that the post-processor puts before and after those of a text.
+    ///
+    /// # Errors
+    /// It does something else.
+    pub(crate) fn added_around(&self) -> Result<(Vec<u32>, Vec<u32>)> {
+        match self.added_ids(true)? {
+            Some([before, after]) => Ok((before, after)),
+            None => bail!(
+                "the tokenizer's post-processor changes the tokens of a text instead of putting some around them"
+            ),
+        }
+    }
+
     /// Token ids of `text`, and which of them have anything of `spans`, bytes of it. Between the first and the last token of a span
     /// all count.
     ///

@@ -1,44 +1,156 @@
 //! `candle-train export`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Error, Result, bail};
-use candle_parallel::checkpoint::{Checkpoint, HfSave, TrainingCheckpoint, with_config_dtype};
+use candle_parallel::checkpoint::{
+    Checkpoint, CheckpointManifest, HfSave, TrainingCheckpoint, with_config_dtype,
+};
+use candle_train_models::GgufType;
 use candle_train_run::{
-    WEIGHTS, choice, digest_of_weights, is_adapter, num_bytes, print_line, refuse_adapter,
+    GgufExport, GgufSource, WEIGHTS, base_of, check_base, choice, digest_of_weights, is_adapter,
+    num_bytes, print_line, refuse_adapter,
 };
 use candle_trainer::hub::resolve_model;
 use candle_trainer::{Activity, TrainingRecord};
 use clap::Args;
 
-/// Write the model of a run's checkpoint as a Hugging Face folder, in little memory
+/// Write a model as a GGUF file for llama.cpp and Ollama, or that of a run's checkpoint as a Hugging Face folder, in little memory
 #[derive(Args, Debug)]
 pub(crate) struct Export {
-    /// Checkpoint, such as runs/a/step-000015
-    checkpoint: PathBuf,
-    /// Folder for the model
+    /// Checkpoint, such as runs/a/step-000015; for a GGUF file also a model's folder, org/name[@revision] on the hub, or an adapter's folder,
+    /// which is folded into its base
+    #[arg(value_name = "MODEL|CHECKPOINT|ADAPTER")]
+    source: String,
+    /// Folder for the model, or a GGUF file, whose name ends in .gguf
+    #[arg(value_name = "OUT")]
     output: PathBuf,
-    /// Type of the saved weights [default: that of the run's own --output]
+    /// Type of most tensors of a GGUF file [default: that of the model's weights]
+    #[arg(long = "type", value_name = "TYPE", ignore_case = true, value_parser = choice::<GgufType>())]
+    gguf_type: Option<GgufType>,
+    /// Write the adapter alone, as llama.cpp takes it beside its base (--lora)
+    #[arg(long)]
+    adapter_only: bool,
+    /// Write Ollama's Modelfile beside the GGUF file
+    #[arg(long)]
+    modelfile: bool,
+    /// Type of the weights in a folder [default: that of the run's own --output]
     #[arg(long, value_parser = choice::<DType>())]
     dtype: Option<DType>,
-    /// Size of the largest file of weights
-    #[arg(long, default_value = "5GB", value_name = "SIZE", value_parser = num_bytes)]
-    max_shard_size: usize,
-    /// Replace a model in the output folder
+    /// Size of the largest file of weights in a folder [default: 5GB]
+    #[arg(long, value_name = "SIZE", value_parser = num_bytes)]
+    max_shard_size: Option<usize>,
+    /// Replace a model in the output folder, or the GGUF file and Modelfile that are there
     #[arg(long)]
     overwrite: bool,
     /// Where the checkpoint folder with which the run began is now, or org/name[@revision] on the hub; it has the weights that were not
-    /// trained. Only for a checkpoint that lacks these [default: where it was]
+    /// trained. Of an adapter: its base. Only where these are needed [default: where it was]
     #[arg(long, value_name = "DIR|REPO")]
     model: Option<String>,
 }
 
+const NOW_HINT: &str =
+    "hint: --model names the folder where the model with which the run began is now";
+
+/// Weights are cut into files of this size if nothing is said.
+const MAX_SHARD_SIZE: usize = 5_000_000_000;
+
 impl Export {
-    /// Writes the folder.
+    /// Writes the folder, or the file.
     pub fn run(&self) -> Result<()> {
-        let (dir, output) = (&self.checkpoint, self.output.display());
+        let is_gguf = self
+            .output
+            .extension()
+            .is_some_and(|it| it.eq_ignore_ascii_case("gguf"));
+        if is_gguf {
+            return self.gguf();
+        }
+        let of_files = [
+            ("--type", self.gguf_type.is_some()),
+            ("--adapter-only", self.adapter_only),
+            ("--modelfile", self.modelfile),
+        ];
+        if let Some((flag, _)) = of_files.iter().find(|(_, is_given)| *is_given) {
+            bail!(
+                "{flag} is given, and {} is no GGUF file by its name\nhint: such a file's name ends in .gguf: {}.gguf",
+                self.output.display(),
+                self.output.display()
+            );
+        }
+        self.folder(Path::new(&self.source))
+    }
+
+    /// Writes a GGUF file.
+    fn gguf(&self) -> Result<()> {
+        let of_folders = [
+            ("--dtype", self.dtype.is_some()),
+            ("--max-shard-size", self.max_shard_size.is_some()),
+        ];
+        if let Some((flag, _)) = of_folders.iter().find(|(_, is_given)| *is_given) {
+            bail!(
+                "{flag} is given, and is about a folder of weights; the type of a GGUF file is that of --type"
+            );
+        }
+        let export = GgufExport {
+            source: self.gguf_source()?,
+            output: self.output.clone(),
+            dtype: self.gguf_type,
+            adapter_only: self.adapter_only,
+            modelfile: self.modelfile,
+            overwrite: self.overwrite,
+        };
+        export.run()?.iter().for_each(|line| print_line(line));
+        print_line(&export.in_words());
+        Ok(())
+    }
+
+    fn gguf_source(&self) -> Result<GgufSource> {
+        let dir = Path::new(&self.source);
+        if is_adapter(dir) {
+            let base = match &self.model {
+                Some(model) => {
+                    refuse_adapter(model)?;
+                    model.clone()
+                }
+                None => base_of(dir)?,
+            };
+            let model = resolve_model(&base)?;
+            if let Some(warning) = check_base(dir, &base, &model)? {
+                eprintln!("warning: {warning}");
+            }
+            let adapter = dir.to_path_buf();
+            return Ok(GgufSource::Adapter { model, adapter });
+        }
+        if !CheckpointManifest::is_in(dir) {
+            if let Some(model) = &self.model {
+                bail!(
+                    "--model {model} is given, and {} is a model itself\nhint: leave it out",
+                    self.source
+                );
+            }
+            return resolve_model(&self.source).map(GgufSource::Model);
+        }
+        let world = ProcessGroup::single(Device::Cpu);
+        let checkpoint = TrainingCheckpoint::open(&world, dir)?;
+        let model = match checkpoint.manifest().lora.is_some() {
+            true => Some(self.source_folder(&checkpoint)?),
+            false => {
+                let record = TrainingRecord::of(&checkpoint)?;
+                let source = self.source(&checkpoint, &record)?;
+                source.map(|source| source.dir().to_path_buf())
+            }
+        };
+        Ok(GgufSource::Checkpoint {
+            dir: dir.to_path_buf(),
+            model,
+        })
+    }
+
+    /// Writes a Hugging Face folder.
+    fn folder(&self, dir: &Path) -> Result<()> {
+        let output = self.output.display();
         if is_adapter(dir) {
             bail!(
                 "{} is an adapter, and no checkpoint of a run\nhint: a model with it folded in is made by candle-train merge --adapter \
@@ -49,7 +161,7 @@ impl Export {
         }
         let world = ProcessGroup::single(Device::Cpu);
         let reading = Activity::start("reading the checkpoint");
-        let checkpoint = TrainingCheckpoint::open(&world, &self.checkpoint)?;
+        let checkpoint = TrainingCheckpoint::open(&world, dir)?;
         drop(reading);
         let record = TrainingRecord::of(&checkpoint)?;
         let source = self.source(&checkpoint, &record)?;
@@ -57,7 +169,7 @@ impl Export {
         if sidecars.is_empty() {
             bail!(
                 "the checkpoint {} has no config.json: the program that wrote it did not give one",
-                self.checkpoint.display()
+                dir.display()
             );
         }
         let dtype = match (self.dtype, &record.save_dtype) {
@@ -68,9 +180,9 @@ impl Export {
         let inputs = source.iter().map(|source| source.dir().to_path_buf());
         let save = HfSave {
             dtype,
-            max_file_bytes: self.max_shard_size,
+            max_file_bytes: self.max_shard_size.unwrap_or(MAX_SHARD_SIZE),
             overwrite: self.overwrite,
-            inputs: inputs.chain([self.checkpoint.clone()]).collect(),
+            inputs: inputs.chain([dir.to_path_buf()]).collect(),
             ..HfSave::new(&self.output, with_config_dtype(sidecars, dtype)?)
         };
         save.check_output()?;
@@ -98,29 +210,33 @@ impl Export {
             (None, false) => return Ok(None),
             (_, true) => {}
         }
-        let hint = "hint: --model names the folder where the model with which the run began is now";
-        let dir = match (&self.model, &checkpoint.manifest().source) {
-            (Some(model), _) => {
-                refuse_adapter(model)?;
-                resolve_model(model)?
-            }
-            (None, Some(dir)) if dir.is_dir() => dir.clone(),
-            (None, dir) => bail!(
-                "the run began with the model in {}, which has weights that were not trained, and it is not there\n{hint}",
-                dir.as_ref()
-                    .map_or("no folder".into(), |dir| dir.display().to_string())
-            ),
-        };
+        let dir = self.source_folder(checkpoint)?;
         let noted = record.model.get(WEIGHTS).and_then(|value| value.as_str());
         if let (Some(noted), found) = (noted, digest_of_weights(&dir)?)
             && found != noted
         {
             bail!(
-                "the weights in {} are not those with which the run began: they have the digest {found}; expected {noted}\n{hint}",
+                "the weights in {} are not those with which the run began: they have the digest {found}; expected {noted}\n{NOW_HINT}",
                 dir.display()
             );
         }
         Checkpoint::open(&dir).map(Some)
+    }
+
+    /// The folder of the model with which the run began.
+    fn source_folder(&self, checkpoint: &TrainingCheckpoint) -> Result<PathBuf> {
+        match (&self.model, &checkpoint.manifest().source) {
+            (Some(model), _) => {
+                refuse_adapter(model)?;
+                resolve_model(model)
+            }
+            (None, Some(dir)) if dir.is_dir() => Ok(dir.clone()),
+            (None, dir) => bail!(
+                "the run began with the model in {}, which has weights that were not trained, and it is not there\n{NOW_HINT}",
+                dir.as_ref()
+                    .map_or("no folder".into(), |dir| dir.display().to_string())
+            ),
+        }
     }
 }
 
@@ -174,10 +290,13 @@ mod tests {
         save(&dir.path().join("saves")).unwrap();
         for dtype in [DType::F32, DType::BF16] {
             let export = Export {
-                checkpoint: dir.path().join("saves/step-000001"),
+                source: dir.path().join("saves/step-000001").display().to_string(),
                 output: dir.path().join("exported"),
+                gguf_type: None,
+                adapter_only: false,
+                modelfile: false,
                 dtype: Some(dtype),
-                max_shard_size: 1 << 40,
+                max_shard_size: None,
                 overwrite: true,
                 model: None,
             };

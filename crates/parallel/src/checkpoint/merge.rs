@@ -1,9 +1,6 @@
 //! Folds a low-rank adapter into the model that it belongs to.
 
-use std::collections::BTreeSet;
-
-use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_ops::linear_forward_add;
+use candle_core::{Device, Result, Tensor};
 
 use super::free_space::{SpaceNeed, check_free_space};
 use super::hf_save::HfSave;
@@ -11,7 +8,8 @@ use super::plan::{Content, PlannedTensor, SavePlan};
 use super::save::Folder;
 use super::save_failure::SaveFailure;
 use crate::files::Checkpoint;
-use crate::lora::{Adapter, file_name};
+use crate::gguf::{MergedModel, Weights};
+use crate::lora::Adapter;
 
 /// Writes the checkpoint `model` with W + s B A in place of the weight W of each layer of `adapter`, in the files' own type or
 /// that of `save`; all else stays as it is. One tensor is in memory at a time. The sum is made in f32 and rounded once. The number of these layers.
@@ -19,13 +17,9 @@ use crate::lora::{Adapter, file_name};
 /// # Errors
 /// An adapter of another model, values that are NaN or infinite, and files that cannot be read or written; what is there stays then.
 pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Result<usize> {
-    let modules = adapter.modules()?;
-    check_layers(model, adapter, &modules)?;
-    let modules: Vec<&str> = modules.iter().map(String::as_str).collect();
+    let merged = MergedModel::new(model, adapter)?;
     let plan = |name: &String| {
         let entry = model.entry(name)?;
-        let layer = name.strip_suffix(WEIGHT);
-        let layer = layer.and_then(|layer| modules.binary_search(&layer).ok());
         // Constants that are no weights, as inv_freq, are never converted.
         let stored = model.dtype(name).ok();
         let asked = save.dtype.filter(|_| is_weight(name));
@@ -34,8 +28,8 @@ pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Re
             name: name.clone(),
             shape: entry.shape.clone(),
             dtype: dtype.map_or(entry.dtype, Into::into),
-            content: match (layer, dtype) {
-                (Some(layer), Some(dtype)) => Content::Gathered(layer, dtype),
+            content: match (merged.is_changed(name), dtype) {
+                (true, Some(dtype)) => Content::Gathered(0, dtype),
                 _ => Content::Stored(name.clone(), dtype.filter(|_| dtype != stored)),
             },
         })
@@ -52,21 +46,21 @@ pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Re
         for file in &plan.files {
             let mut writer = folder.file(file)?;
             for tensor in &file.tensors {
-                let merged = match tensor.content {
+                let values = match tensor.content {
                     Content::Stored(..) => None,
-                    Content::Gathered(layer, dtype) => {
-                        let merged = merged(model, adapter, modules[layer], dtype);
-                        Some(merged.map_err(SaveFailure::Weights)?)
+                    Content::Gathered(_, dtype) => {
+                        let values = whole(&merged, tensor).and_then(|it| it.to_dtype(dtype));
+                        Some(values.map_err(SaveFailure::Weights)?)
                     }
                 };
-                writer.write(tensor, merged, Some(model))?;
+                writer.write(tensor, values, Some(model))?;
             }
             writer.finish()?;
         }
         folder.finish(&plan)
     };
     write()?;
-    Ok(modules.len())
+    Ok(merged.num_layers())
 }
 
 const WEIGHT: &str = ".weight";
@@ -77,49 +71,9 @@ fn is_weight(name: &str) -> bool {
     name.ends_with(WEIGHT) || name.ends_with(BIAS)
 }
 
-/// An error if the model lacks a layer of the adapter.
-fn check_layers(model: &Checkpoint, adapter: &Adapter, modules: &BTreeSet<String>) -> Result<()> {
-    let is_missing = |module: &&String| !model.tensors().contains_key(&format!("{module}{WEIGHT}"));
-    match modules.iter().find(is_missing) {
-        None => Ok(()),
-        Some(module) => bail!(
-            "the adapter in {} is of the layer {module}, which the model in {} does not have\nhint: it belongs to another model",
-            adapter.weights().dir().display(),
-            model.dir().display()
-        ),
-    }
-}
-
-/// W + s B A of one layer.
-fn merged(model: &Checkpoint, adapter: &Adapter, module: &str, dtype: DType) -> Result<Tensor> {
-    let weight = format!("{module}{WEIGHT}");
-    let shape = &model.entry(&weight)?.shape;
-    let &[num_out, num_in] = shape.as_slice() else {
-        bail!("tensor {weight} has shape {shape:?}; expected that of a linear layer, (out, in)");
-    };
-    let (file, rank) = (adapter.weights(), adapter.config().rank);
-    let read = |from: &Checkpoint, name: &str, shape: [usize; 2]| {
-        let values = from.read(name, &shape, None)?;
-        if !values.iter().all(|value| value.is_finite()) {
-            bail!(
-                "tensor {name} in {} has values that are NaN or infinite: nothing was saved",
-                from.dir().display()
-            );
-        }
-        Tensor::from_vec(values, &shape, &Device::Cpu)
-    };
-    let a = read(
-        file,
-        &file_name(&format!("{module}.lora_A.weight")),
-        [rank, num_in],
-    )?;
-    let b = read(
-        file,
-        &file_name(&format!("{module}.lora_B.weight")),
-        [num_out, rank],
-    )?;
-    let a = a.t()?.contiguous()?; // (in, r)
-    let b = (b * adapter.config().scale())?;
-    let weight = read(model, &weight, [num_out, num_in])?;
-    linear_forward_add(&weight, &b, &a)?.to_dtype(dtype)
+/// A weight of the two together.
+fn whole(merged: &MergedModel<'_>, tensor: &PlannedTensor) -> Result<Tensor> {
+    let (name, shape) = (&tensor.name, tensor.shape.as_slice());
+    let values = merged.rows(name, shape, 0..shape.first().copied().unwrap_or(1))?;
+    Tensor::from_vec(values, shape, &Device::Cpu)
 }

@@ -15,6 +15,7 @@ use safetensors::{Dtype, SafeTensors};
 use twox_hash::XxHash64;
 
 use super::plain_file::{open_file, read_text_file};
+use crate::gguf::StoredRows;
 use crate::placement::{Indices, Run, Shard};
 
 /// Name of the single weights file of a Hugging Face checkpoint.
@@ -37,11 +38,13 @@ pub struct Checkpoint {
 pub struct TensorEntry {
     /// Global shape.
     pub shape: Vec<usize>,
-    /// Storage type.
+    /// Storage type; of values in another form the one in which they are read, f32.
     pub dtype: Dtype,
     file: usize,
     start: usize,
     end: usize,
+    /// That form.
+    stored: Option<StoredRows>,
 }
 
 impl TensorEntry {
@@ -106,6 +109,36 @@ impl Checkpoint {
             tensors: BTreeMap::new(),
             num_read_bytes: Arc::default(),
         }
+    }
+
+    /// The weights in one file of another format, by name: shape, form and place of each.
+    pub(crate) fn of_stored_rows(
+        path: PathBuf,
+        map: Mmap,
+        weights: BTreeMap<String, (Vec<usize>, StoredRows, Range<usize>)>,
+    ) -> Self {
+        let entry =
+            |(name, (shape, rows, place)): (String, (Vec<usize>, StoredRows, Range<usize>))| {
+                let entry = TensorEntry {
+                    shape,
+                    dtype: Dtype::F32,
+                    file: 0,
+                    start: place.start,
+                    end: place.end,
+                    stored: Some(rows),
+                };
+                (name, entry)
+            };
+        Self {
+            tensors: weights.into_iter().map(entry).collect(),
+            ..Self::empty(&path)
+        }
+        .with_map(path, map)
+    }
+
+    fn with_map(mut self, path: PathBuf, map: Mmap) -> Self {
+        self.maps.push((path, map));
+        self
     }
 
     fn map_index(&mut self, path: &Path) -> Result<()> {
@@ -174,6 +207,7 @@ impl Checkpoint {
                 file,
                 start,
                 end: start + view.data().len(),
+                stored: None,
             };
             if let Some(earlier) = self.tensors.insert(name.to_string(), entry) {
                 bail!(
@@ -293,7 +327,14 @@ impl Checkpoint {
     /// There is no such tensor, or it has another shape or type.
     pub fn read(&self, name: &str, shape: &[usize], shard: Option<&Shard>) -> Result<Vec<f32>> {
         let dtype = self.dtype_of(name, shape)?;
-        let bytes = self.bytes(name)?;
+        let decoded;
+        let bytes = match self.entry(name)?.stored {
+            None => self.bytes(name)?,
+            Some(rows) => {
+                decoded = rows.decode(self.bytes(name)?, shape)?;
+                bytemuck::cast_slice(&decoded)
+            }
+        };
         let (dim, held) = match shard {
             None => (0, Indices::from(0..shape.first().copied().unwrap_or(1))),
             Some(shard) => (shard.dim(), shard.held().clone()),
@@ -325,6 +366,9 @@ impl Checkpoint {
     ) -> Result<Vec<f32>> {
         let dtype = self.dtype_of(name, shape)?;
         let size = dtype.size_in_bytes();
+        if self.entry(name)?.stored.is_some() {
+            return Ok(self.read(name, shape, None)?[range].to_vec());
+        }
         let mut values = vec![0f32; range.len()];
         let bytes = &self.bytes(name)?[range.start * size..range.end * size];
         decode(dtype, bytes, &mut values);

@@ -77,8 +77,30 @@ impl Adapter {
     }
 
     /// The file.
-    pub(crate) fn weights(&self) -> &Checkpoint {
+    pub fn weights(&self) -> &Checkpoint {
         &self.weights
+    }
+
+    /// The name in the file of matrix A or B of a layer.
+    pub fn name_in_file(module: &str, matrix: &str) -> String {
+        file_name(&format!("{module}.lora_{matrix}.weight"))
+    }
+
+    /// Its layers, with the shapes of A, (rank, in), and B, (out, rank).
+    ///
+    /// # Errors
+    /// One of them is missing.
+    pub fn shapes(&self) -> Result<Vec<(String, Vec<usize>, Vec<usize>)>> {
+        let shape = |module: &str, matrix: &str| -> Result<Vec<usize>> {
+            let entry = self.weights.entry(&Self::name_in_file(module, matrix))?;
+            Ok(entry.shape.clone())
+        };
+        let modules = self.modules()?.into_iter();
+        let shapes = modules.map(|module| {
+            let (a, b) = (shape(&module, "A")?, shape(&module, "B")?);
+            Ok((module, a, b))
+        });
+        shapes.collect()
     }
 
     /// The layers that it adapts.

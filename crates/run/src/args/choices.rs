@@ -5,6 +5,7 @@ use std::fmt::Debug;
 use candle_core::DType;
 use candle_ops::MatmulPrecision;
 use candle_parallel::{ContextMethod, Recompute, ReduceType, Schedule, WeightFormat};
+use candle_train_models::GgufType;
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use serde::Serializer;
@@ -129,6 +130,29 @@ impl Choice for Schedule {
             &[],
             "Stages as those of zbv, both ways at once; 2p micro-batches or more",
         ),
+    ];
+}
+
+impl Choice for GgufType {
+    const CHOICES: &'static [Named<Self>] = &[
+        f32(Self::F32),
+        f16(Self::F16),
+        bf16(Self::Bf16),
+        named(Self::Q8_0, "q8_0", &[], "8.5 bits a value"),
+        named(Self::Q6K, "q6_k", &[], "6.6 bits a value"),
+        named(
+            Self::Q5KM,
+            "q5_k_m",
+            &[],
+            "5.5 bits a value, and 6.6 in the head and in half of the layers' v and down",
+        ),
+        named(
+            Self::Q4KM,
+            "q4_k_m",
+            &[],
+            "4.5 bits a value, and 6.6 as with q5_k_m: what most people run",
+        ),
+        named(Self::Q4_0, "q4_0", &[], "4.5 bits a value, of blocks of 32"),
     ];
 }
 

@@ -17,6 +17,7 @@ use super::generation_marks::{marked_spans, replace_tags};
 use super::loss_masks::take_masked;
 use super::python_json::tojson;
 use super::template_source::TemplateSource;
+use crate::Tokenizer;
 
 /// Names in the environment. What a template is called tells the engine what to escape: nothing.
 const DEFAULT: &str = "chat";
@@ -61,6 +62,12 @@ impl ChatTemplate {
         let source = TemplateSource::read(dir)?;
         let template = source.map(|source| Self::of_source(source, special_tokens));
         template.transpose()
+    }
+
+    /// That of a text, which errors call `path`.
+    pub(crate) fn of_text(path: &Path, text: &str, tokenizer: &Tokenizer) -> Result<Self> {
+        let source = TemplateSource::of_text(path.to_path_buf(), text);
+        Self::of_source(source, tokenizer.named_special_tokens().clone())
     }
 
     pub(super) fn of_source(

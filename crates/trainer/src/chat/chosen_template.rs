@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 
 use super::chat_template::ChatTemplate;
 use super::conversation::Chat;
-use super::template_source::{TEMPLATE_FILE, TOOLS_FILE, TemplateSource};
+use super::template_source::{TEMPLATE_FILE, TOOLS_FILE};
 use crate::Tokenizer;
 use crate::few::few;
 
@@ -65,8 +65,7 @@ impl ChatTemplate {
                 ),
             },
         };
-        let source = TemplateSource::of_text(path, &text);
-        Self::of_source(source, tokenizer.named_special_tokens().clone())
+        Self::of_text(&path, &text, tokenizer)
     }
 
     /// The name of a template of which all markers are tokens of `tokenizer`, else zephyr, whose turns end with any tokenizer's end of a text.

@@ -6,6 +6,7 @@ mod chosen_template;
 mod conversation;
 mod generation_marks;
 mod loss_masks;
+mod ollama;
 mod python_json;
 mod template_source;
 mod tool_arguments;

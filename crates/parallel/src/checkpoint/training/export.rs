@@ -9,10 +9,10 @@ use super::manifest::FileRecord;
 use super::piece::Piece;
 use crate::checkpoint::free_space::{SpaceNeed, check_free_space};
 use crate::checkpoint::hf_save::HfSave;
-use crate::checkpoint::plan::{Content, PlannedTensor, SavePlan, SavedModel, SavedParam};
+use crate::checkpoint::plan::{Content, SavePlan, SavedModel, SavedParam};
 use crate::checkpoint::save::Folder;
-use crate::files::Checkpoint;
-use crate::files::read_file;
+use crate::files::{Checkpoint, read_file};
+use crate::params::SaveSource;
 
 impl TrainingCheckpoint {
     /// Writes what [`DistributedOptimizer::save_hf`](crate::DistributedOptimizer::save_hf) would have written after the checkpoint's
@@ -37,7 +37,7 @@ impl TrainingCheckpoint {
                     Content::Stored(..) => writer.write(tensor, None, source)?,
                     Content::Gathered(index, dtype) => {
                         let param = &model.params[index];
-                        let read = |range| self.read_param(&param.name, tensor, range);
+                        let read = |range| self.read_param(&param.name, &tensor.shape, range);
                         writer.write_in_chunks(tensor, dtype, read)?;
                     }
                 }
@@ -121,13 +121,32 @@ impl TrainingCheckpoint {
         })
     }
 
-    /// The values of a parameter at a range of row-major offsets.
-    fn read_param(
+    /// The values of a parameter of this shape at a range of row-major offsets, as they would be exported. Those that were not trained are read from
+    /// `source`, the checkpoint that the parameters came from.
+    ///
+    /// # Errors
+    /// There is no such parameter; it is in neither; files that cannot be read.
+    pub fn read_range(
         &self,
         name: &str,
-        tensor: &PlannedTensor,
+        shape: &[usize],
         range: Range<usize>,
+        source: Option<&Checkpoint>,
     ) -> Result<Vec<f32>> {
+        let param = self.manifest.params.iter().find(|param| param.name == name);
+        match (param, source) {
+            (Some(param), Some(source))
+                if param.save_source == SaveSource::Source
+                    || self.is_from_source(name, param.trainable) =>
+            {
+                source.read_range(name, shape, range)
+            }
+            _ => self.read_param(name, shape, range),
+        }
+    }
+
+    /// The values of a parameter at a range of row-major offsets.
+    fn read_param(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
         let param = self.manifest.params.iter().find(|param| param.name == name);
         let kind = param.and_then(|param| self.kind(name, param.trainable));
         let Some(kind) = kind else {
@@ -138,9 +157,9 @@ impl TrainingCheckpoint {
         };
         let piece = Piece {
             name: name.to_string(),
-            shape: tensor.shape.clone(),
+            shape: shape.to_vec(),
             dim: 0,
-            held: (0..tensor.shape.first().copied().unwrap_or(1)).into(),
+            held: (0..shape.first().copied().unwrap_or(1)).into(),
             range,
         };
         self.read(kind, &piece)

@@ -1,0 +1,98 @@
+//! Values in the types that files have: numbers, and candle's blocks.
+
+use candle_core::quantized::{QStorage, QTensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+use super::GgmlDType;
+use crate::files;
+
+/// The number by which a file names a type.
+pub(super) fn type_id(dtype: GgmlDType) -> u32 {
+    match dtype {
+        GgmlDType::F32 => 0,
+        GgmlDType::F16 => 1,
+        GgmlDType::Q4_0 => 2,
+        GgmlDType::Q4_1 => 3,
+        GgmlDType::Q5_0 => 6,
+        GgmlDType::Q5_1 => 7,
+        GgmlDType::Q8_0 => 8,
+        GgmlDType::Q8_1 => 9,
+        GgmlDType::Q2K => 10,
+        GgmlDType::Q3K => 11,
+        GgmlDType::Q4K => 12,
+        GgmlDType::Q5K => 13,
+        GgmlDType::Q6K => 14,
+        GgmlDType::Q8K => 15,
+        GgmlDType::BF16 => 30,
+    }
+}
+
+/// A type as llama.cpp calls it: f16, q4_k.
+pub fn type_name(dtype: GgmlDType) -> String {
+    let name = format!("{dtype:?}").to_lowercase();
+    match name.strip_suffix('k') {
+        Some(bits) => format!("{bits}_k"),
+        None => name,
+    }
+}
+
+/// What so many values take.
+pub(super) fn num_bytes(dtype: GgmlDType, num_values: usize) -> usize {
+    num_values / dtype.block_size() * dtype.type_size()
+}
+
+/// The bytes of values, whole blocks of them.
+///
+/// # Errors
+/// Values that the type does not hold: a part of a sentence.
+pub(super) fn encode(dtype: GgmlDType, values: Vec<f32>) -> Result<Vec<u8>> {
+    if !values.iter().all(|value| value.is_finite()) {
+        bail!("has values that are NaN or infinite");
+    }
+    match dtype {
+        GgmlDType::F32 => Ok(bytemuck::cast_slice(&values).to_vec()),
+        GgmlDType::F16 => {
+            let mut narrow = vec![f16::ZERO; values.len()];
+            narrow.convert_from_f32_slice(&values);
+            if let Some(place) = narrow.iter().position(|value| !value.is_finite()) {
+                bail!(
+                    "has the value {}, which is beyond f16's largest, {}",
+                    values[place],
+                    f16::MAX
+                );
+            }
+            Ok(bytemuck::cast_slice(&narrow).to_vec())
+        }
+        GgmlDType::BF16 => {
+            let mut narrow = vec![bf16::ZERO; values.len()];
+            narrow.convert_from_f32_slice(&values);
+            Ok(bytemuck::cast_slice(&narrow).to_vec())
+        }
+        _ => {
+            let len = values.len();
+            let values = Tensor::from_vec(values, len, &Device::Cpu)?;
+            Ok(QTensor::quantize(&values, dtype)?.data()?.into_owned())
+        }
+    }
+}
+
+/// The values of bytes.
+pub(super) fn decode(dtype: GgmlDType, bytes: &[u8]) -> Result<Vec<f32>> {
+    let len = bytes.len() / dtype.type_size() * dtype.block_size();
+    let plain = match dtype {
+        GgmlDType::F32 => DType::F32,
+        GgmlDType::F16 => DType::F16,
+        GgmlDType::BF16 => DType::BF16,
+        _ => {
+            let storage = QStorage::from_data(bytes.into(), &Device::Cpu, dtype)?;
+            return QTensor::new(storage, len)?
+                .dequantize(&Device::Cpu)?
+                .to_vec1();
+        }
+    };
+    let mut values = vec![0.0; len];
+    files::decode(plain, bytes, &mut values);
+    Ok(values)
+}

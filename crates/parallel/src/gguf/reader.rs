@@ -1,0 +1,165 @@
+//! Reads a file: its metadata, and its tensors as the weights of a model.
+
+use std::collections::BTreeMap;
+use std::io::Cursor;
+use std::path::{Path, PathBuf};
+
+use candle_core::quantized::gguf_file::Content;
+use candle_core::{Result, bail};
+use memmap2::Mmap;
+
+use super::blocks::{decode, num_bytes};
+use super::metadata::GgufMetadata;
+use super::tensor::RowChange;
+use super::{GgmlDType, GgufContent, GgufTensor, type_name};
+use crate::files::{Checkpoint, map};
+
+/// A GGUF file, opened: mapped, and all but its tensors read.
+pub struct GgufReader {
+    path: PathBuf,
+    map: Mmap,
+    content: Content,
+}
+
+/// The form in which a file has the rows of a weight.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StoredRows {
+    dtype: GgmlDType,
+    change: RowChange,
+}
+
+impl StoredRows {
+    /// The values of a weight of this shape.
+    pub fn decode(self, bytes: &[u8], shape: &[usize]) -> Result<Vec<f32>> {
+        let mut values = decode(self.dtype, bytes)?;
+        self.change.undo(&mut values, shape);
+        Ok(values)
+    }
+}
+
+impl GgufReader {
+    /// Opens the file.
+    ///
+    /// # Errors
+    /// It cannot be read, is no GGUF, or is cut off.
+    pub fn open(path: &Path) -> Result<Self> {
+        let map = map(path)?;
+        let content = match Content::read(&mut Cursor::new(&map)) {
+            Ok(content) => content,
+            Err(err) => bail!(
+                "{} ({} bytes) is not a complete GGUF file: {err}\nhint: it may be cut off or damaged; fetch or export it again",
+                path.display(),
+                map.len()
+            ),
+        };
+        let reader = Self {
+            path: path.to_path_buf(),
+            map,
+            content,
+        };
+        reader
+            .tensors()
+            .try_for_each(|tensor| reader.place(&tensor).map(drop))?;
+        Ok(reader)
+    }
+
+    /// What it says, by key.
+    pub fn metadata(&self) -> GgufMetadata {
+        let mut metadata = GgufMetadata::default();
+        let sorted: BTreeMap<_, _> = self.content.metadata.iter().collect();
+        for (key, value) in sorted {
+            metadata.set(key, value.clone());
+        }
+        metadata
+    }
+
+    /// Its tensors in the order of the file, as they are there.
+    pub fn tensors(&self) -> impl Iterator<Item = GgufTensor> {
+        let infos = &self.content.tensor_infos;
+        let mut infos: Vec<_> = infos.iter().collect();
+        infos.sort_by_key(|(_, info)| info.offset);
+        infos.into_iter().map(|(name, info)| GgufTensor {
+            name: name.clone(),
+            shape: info.shape.dims().to_vec(),
+            dtype: info.ggml_dtype,
+            content: GgufContent::Weight {
+                name: name.clone(),
+                change: RowChange::None,
+            },
+        })
+    }
+
+    /// The values of a tensor.
+    ///
+    /// # Errors
+    /// There is none of this name.
+    pub fn values(&self, name: &str) -> Result<Vec<f32>> {
+        let Some(tensor) = self.tensors().find(|tensor| tensor.name == name) else {
+            bail!("there is no tensor {name} in {}", self.path.display());
+        };
+        let place = self.place(&tensor)?;
+        decode(tensor.dtype, &self.map[place])
+    }
+
+    /// Where a tensor's bytes are.
+    fn place(&self, tensor: &GgufTensor) -> Result<std::ops::Range<usize>> {
+        let offset = self.content.tensor_infos[&tensor.name].offset;
+        let start = self.content.tensor_data_offset.saturating_add(offset);
+        let block = tensor.dtype.block_size();
+        let values = tensor
+            .shape
+            .iter()
+            .try_fold(1usize, |product, dim| product.checked_mul(*dim));
+        let len = values.filter(|_| tensor.width().is_multiple_of(block));
+        let end = len.and_then(|len| (start as usize).checked_add(num_bytes(tensor.dtype, len)));
+        match end {
+            Some(end) if end <= self.map.len() => Ok(start as usize..end),
+            _ => bail!(
+                "{} ({} bytes) is not a complete GGUF file: tensor {} of shape {:?} and type {} at byte {start} goes beyond its end, or has no whole \
+                 blocks\nhint: it may be cut off or damaged; fetch or export it again",
+                self.path.display(),
+                self.map.len(),
+                tensor.name,
+                tensor.shape,
+                type_name(tensor.dtype)
+            ),
+        }
+    }
+
+    /// Its tensors as weights by their names in the model: those that `tensors` list, as they would be written. Values are decoded when
+    /// they are read.
+    ///
+    /// # Errors
+    /// One that is missing, or has another shape.
+    pub fn into_checkpoint(self, tensors: &[GgufTensor]) -> Result<Checkpoint> {
+        let mut weights = BTreeMap::new();
+        for tensor in tensors {
+            let GgufContent::Weight { name, change } = &tensor.content else {
+                continue;
+            };
+            let Some(stored) = self.tensors().find(|stored| stored.name == tensor.name) else {
+                bail!(
+                    "{} has no tensor {}, which its metadata ask for",
+                    self.path.display(),
+                    tensor.name
+                );
+            };
+            if stored.shape != tensor.shape {
+                bail!(
+                    "tensor {} in {} has shape {:?}; expected {:?} from the metadata",
+                    tensor.name,
+                    self.path.display(),
+                    stored.shape,
+                    tensor.shape
+                );
+            }
+            let rows = StoredRows {
+                dtype: stored.dtype,
+                change: *change,
+            };
+            let place = self.place(&stored)?;
+            weights.insert(name.clone(), (stored.shape, rows, place));
+        }
+        Ok(Checkpoint::of_stored_rows(self.path, self.map, weights))
+    }
+}

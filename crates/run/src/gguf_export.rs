@@ -1,0 +1,415 @@
+//! A model as a GGUF file, for llama.cpp and Ollama: from a folder, from a checkpoint of a run, or with an adapter folded in.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use candle_comm::ProcessGroup;
+use candle_core::{DType, Device, Error, Result, bail};
+use candle_parallel::Adapter;
+use candle_parallel::checkpoint::{
+    Checkpoint, HfSave, SpaceNeed, TrainingCheckpoint, check_free_space, size_in_words,
+};
+use candle_parallel::gguf::{
+    GgmlDType, GgufContent, GgufFile, GgufMetadata, GgufTensor, GgufValue, MergedModel, RowChange,
+    Weights,
+};
+use candle_train_models::{GgufType, ModelConfig, gguf_layer};
+use candle_trainer::{Activity, ChatTemplate, Tokenizer, WholeFile, gguf_vocab};
+use tempfile::TempDir;
+
+use crate::args::choices::Choice;
+use crate::generation_config::{GENERATION_FILE, GenerationFile};
+use crate::modelfile::Modelfile;
+
+/// A GGUF file to be written.
+#[derive(Clone, Debug)]
+pub struct GgufExport {
+    /// What is written.
+    pub source: GgufSource,
+    /// The file.
+    pub output: PathBuf,
+    /// The type of most tensors; `None`: that of the model's embedding, of an adapter alone f32.
+    pub dtype: Option<GgufType>,
+    /// Whether the adapter is written alone, for llama.cpp's `--lora`.
+    pub adapter_only: bool,
+    /// Whether Ollama's Modelfile is written beside it.
+    pub modelfile: bool,
+    /// Whether files that are there are replaced.
+    pub overwrite: bool,
+}
+
+/// The model of a file.
+#[derive(Clone, Debug)]
+pub enum GgufSource {
+    /// A folder.
+    Model(PathBuf),
+    /// An adapter, in a folder, and the folder of its base.
+    Adapter {
+        /// The base.
+        model: PathBuf,
+        /// The adapter.
+        adapter: PathBuf,
+    },
+    /// A run's checkpoint, and the folder of the model with which the run began, for what was not trained.
+    Checkpoint {
+        /// The checkpoint.
+        dir: PathBuf,
+        /// The model.
+        model: Option<PathBuf>,
+    },
+}
+
+/// What is not a weight.
+struct Parts {
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    generation: GenerationFile,
+}
+
+impl Parts {
+    /// Those in a folder, where an adapter has its own template and settings with these.
+    fn read(dir: &Path, adapter: Option<&Path>) -> Result<Self> {
+        let config = ModelConfig::from_file(dir.join("config.json"))?;
+        let tokenizer = Tokenizer::from_dir(dir)?;
+        let template = match ChatTemplate::in_place_of_own(Some(dir), None, adapter, &tokenizer)? {
+            Some(template) => Some(template),
+            None => ChatTemplate::from_dir(dir, tokenizer.named_special_tokens().clone())?,
+        };
+        let of_adapter = adapter.filter(|dir| dir.join(GENERATION_FILE).is_file());
+        Ok(Self {
+            generation: GenerationFile::read(of_adapter.unwrap_or(dir))?,
+            config,
+            tokenizer,
+            template,
+        })
+    }
+
+    /// Ids of tokens that end a text.
+    fn eos_ids(&self) -> &[u32] {
+        match self.generation.eos_ids.as_slice() {
+            [] => &self.config.eos_token_ids,
+            ids => ids,
+        }
+    }
+}
+
+impl GgufExport {
+    /// An error if the file could not be written, or not of this model; nothing is made. Lines that say what llama.cpp will do otherwise.
+    ///
+    /// # Errors
+    /// What llama.cpp does not know; files that are there.
+    pub fn check(
+        &self,
+        config: &ModelConfig,
+        tokenizer: &Tokenizer,
+        template: Option<&ChatTemplate>,
+    ) -> Result<Vec<String>> {
+        self.check_output()?;
+        config.check_gguf()?;
+        let ends = &config.eos_token_ids;
+        let vocab = gguf_vocab(tokenizer, config.vocab_size, template, ends)?;
+        let mut lines = config.gguf_differences();
+        lines.extend(vocab.differences);
+        Ok(lines)
+    }
+
+    fn check_output(&self) -> Result<()> {
+        let modelfile = self.modelfile.then(|| self.place_of_modelfile());
+        for path in [self.output.clone()].into_iter().chain(modelfile) {
+            if path.is_dir() {
+                bail!(
+                    "{} is a folder; expected the name of a file",
+                    path.display()
+                );
+            }
+            if path.symlink_metadata().is_ok() && !self.overwrite {
+                bail!(
+                    "{} exists already\nhint: --overwrite replaces it",
+                    path.display()
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn place_of_modelfile(&self) -> PathBuf {
+        self.output.with_file_name("Modelfile")
+    }
+
+    /// Writes it; lines that say what was done, and what llama.cpp does otherwise.
+    ///
+    /// # Errors
+    /// What llama.cpp does not know; files that are there, or cannot be read or written. What was there is as it was then.
+    pub fn run(&self) -> Result<Vec<String>> {
+        self.check_output()?;
+        match &self.source {
+            GgufSource::Model(dir) => self.write(&Parts::read(dir, None)?, &Checkpoint::open(dir)?),
+            GgufSource::Adapter { model, adapter } => self.write_adapter(model, adapter),
+            GgufSource::Checkpoint { dir, model } => self.write_checkpoint(dir, model.as_deref()),
+        }
+    }
+
+    fn write_adapter(&self, model: &Path, adapter: &Path) -> Result<Vec<String>> {
+        let parts = Parts::read(model, Some(adapter))?;
+        let folded = Adapter::open(adapter)?;
+        if self.adapter_only {
+            return self.write_alone(&parts, (model, adapter), &folded);
+        }
+        let base = Checkpoint::open(model)?;
+        self.write(&parts, &MergedModel::new(&base, &folded)?)
+    }
+
+    fn write_checkpoint(&self, dir: &Path, model: Option<&Path>) -> Result<Vec<String>> {
+        let world = ProcessGroup::single(Device::Cpu);
+        let reading = Activity::start("reading the checkpoint");
+        let checkpoint = TrainingCheckpoint::open(&world, dir)?;
+        drop(reading);
+        let files = TempDir::new().map_err(Error::wrap)?;
+        if checkpoint.manifest().lora.is_some() {
+            let Some(model) = model else {
+                bail!(
+                    "the checkpoint {} is of an adapter, and the model that it was trained on is not known",
+                    dir.display()
+                );
+            };
+            let adapter = files.path().join("adapter");
+            let save = HfSave::new(&adapter, checkpoint.sidecars()?);
+            checkpoint.export_hf(&save, None)?;
+            return self.write_adapter(model, &adapter);
+        }
+        for (name, content) in checkpoint.sidecars()? {
+            let path = files.path().join(name);
+            if let Some(folder) = path.parent() {
+                fs::create_dir_all(folder)?;
+            }
+            fs::write(path, content)?;
+        }
+        let source = model.map(Checkpoint::open).transpose()?;
+        let parts = Parts::read(files.path(), None)?;
+        self.write(&parts, &(&checkpoint, source.as_ref()))
+    }
+
+    fn write(&self, parts: &Parts, weights: &dyn Weights) -> Result<Vec<String>> {
+        if self.adapter_only {
+            bail!("--adapter-only is given, and what is exported is no adapter");
+        }
+        let Parts {
+            config, tokenizer, ..
+        } = parts;
+        let dtype = match self.dtype {
+            Some(dtype) => dtype,
+            None => match weights.dtype("model.embed_tokens.weight")? {
+                DType::F16 => GgufType::F16,
+                DType::BF16 => GgufType::Bf16,
+                _ => GgufType::F32,
+            },
+        };
+        let mut lines = config.gguf_differences();
+        let (tensors, others) = config.gguf_tensors(dtype)?;
+        lines.extend(others);
+        check_all_written(config, &tensors, weights)?;
+        let num_values: usize = tensors
+            .iter()
+            .map(|tensor| tensor.shape.iter().product::<usize>())
+            .sum();
+        let mut metadata = config.gguf_metadata(&self.name(), dtype, num_values as u64);
+        let template = parts.template.as_ref();
+        let vocab = gguf_vocab(tokenizer, config.vocab_size, template, parts.eos_ids())?;
+        lines.extend(vocab.differences);
+        metadata.extend(vocab.metadata);
+        let from = format!("FROM ./{}", self.file_name());
+        self.write_file(metadata, tensors, weights)?;
+        lines.extend(self.write_modelfile(parts, from)?);
+        Ok(lines)
+    }
+
+    /// The adapter by itself.
+    fn write_alone(
+        &self,
+        parts: &Parts,
+        (model, dir): (&Path, &Path),
+        adapter: &Adapter,
+    ) -> Result<Vec<String>> {
+        let config = &parts.config;
+        let dtype = match self.dtype {
+            None | Some(GgufType::F32) => GgmlDType::F32,
+            Some(GgufType::F16) => GgmlDType::F16,
+            Some(GgufType::Bf16) => GgmlDType::BF16,
+            Some(other) => bail!(
+                "--type {} is given with --adapter-only; the matrices of an adapter are written as f32, f16 or bf16",
+                other.name_of()
+            ),
+        };
+        let (of_model, _) = config.gguf_tensors(GgufType::F32)?;
+        let changes = of_model.iter().filter_map(|tensor| match &tensor.content {
+            GgufContent::Weight { change, .. } => Some((tensor.name.as_str(), *change)),
+            GgufContent::Values(_) => None,
+        });
+        let changes: Vec<_> = changes.collect();
+        let mut tensors = Vec::new();
+        for (module, shape_of_a, shape_of_b) in adapter.shapes()? {
+            let layer = gguf_layer(&module).map(|layer| format!("{layer}.weight"));
+            let found = layer.and_then(|layer| changes.iter().find(|(name, _)| *name == layer));
+            let Some((name, change)) = found else {
+                bail!(
+                    "the adapter in {} is of the layer {module}, which llama.cpp has no adapters for, or the model in {} does not have",
+                    dir.display(),
+                    model.display()
+                );
+            };
+            for (matrix, shape) in [("A", shape_of_a), ("B", shape_of_b)] {
+                tensors.push(GgufTensor {
+                    name: format!("{name}.lora_{}", matrix.to_lowercase()),
+                    shape,
+                    dtype,
+                    content: GgufContent::Weight {
+                        name: Adapter::name_in_file(&module, matrix),
+                        // The rows of the product are those of B.
+                        change: match matrix {
+                            "B" => *change,
+                            _ => RowChange::None,
+                        },
+                    },
+                });
+            }
+        }
+        let mut metadata = GgufMetadata::default();
+        metadata.set_text("general.architecture", config.family.gguf_architecture);
+        metadata.set_text("general.type", "adapter");
+        metadata.set_text("general.name", self.name());
+        metadata.set_text("adapter.type", "lora");
+        // llama.cpp divides it by the rank.
+        let lora = adapter.config();
+        metadata.set_number("adapter.lora.alpha", lora.scale() * lora.rank as f64);
+        metadata.set_count("general.quantization_version", 2);
+        self.write_file(metadata, tensors, adapter.weights())?;
+        let base = model.canonicalize().unwrap_or_else(|_| model.to_path_buf());
+        let from = format!("FROM {}\nADAPTER ./{}", base.display(), self.file_name());
+        let missing = self.write_modelfile(parts, from)?;
+        Ok(missing.into_iter().collect())
+    }
+
+    fn file_name(&self) -> String {
+        let name = self.output.file_name().unwrap_or_default();
+        name.to_string_lossy().into_owned()
+    }
+
+    /// What the model is called.
+    fn name(&self) -> String {
+        let name = self.output.file_stem().unwrap_or_default();
+        name.to_string_lossy().into_owned()
+    }
+
+    fn write_file(
+        &self,
+        metadata: GgufMetadata,
+        tensors: Vec<GgufTensor>,
+        weights: &dyn Weights,
+    ) -> Result<()> {
+        let num_written_bytes: Arc<AtomicU64> = Arc::default();
+        let file = GgufFile {
+            metadata,
+            tensors,
+            num_written_bytes: num_written_bytes.clone(),
+        };
+        let shown = self.output.display();
+        let folder = self
+            .output
+            .parent()
+            .filter(|dir| !dir.as_os_str().is_empty());
+        let folder = folder.unwrap_or(Path::new("."));
+        let num_bytes = file.num_bytes();
+        check_free_space(&[SpaceNeed {
+            folder: folder.to_path_buf(),
+            num_bytes,
+            what: "the GGUF file",
+        }])?;
+        let cannot =
+            |err: &dyn std::fmt::Display| Error::msg(format!("cannot write {shown}: {err}"));
+        fs::create_dir_all(folder).map_err(|err| cannot(&err))?;
+        let mut out = WholeFile::create(&self.output).map_err(|err| cannot(&err))?;
+        let done = move || num_written_bytes.load(Ordering::Relaxed);
+        let writing = Activity::of_bytes("writing the GGUF file", Some(num_bytes), done);
+        file.write(weights, &mut out).map_err(|err| cannot(&err))?;
+        // What has been put there meanwhile must not be lost either.
+        self.check_output()?;
+        out.commit().map_err(|err| cannot(&err))?;
+        drop(writing);
+        Ok(())
+    }
+
+    fn write_modelfile(&self, parts: &Parts, from: String) -> Result<Option<String>> {
+        if !self.modelfile {
+            return Ok(None);
+        }
+        let adds_bos = gguf_vocab(&parts.tokenizer, parts.config.vocab_size, None, &[])?;
+        let adds_bos = adds_bos
+            .metadata
+            .get("tokenizer.ggml.add_bos_token")
+            .cloned();
+        let modelfile = Modelfile {
+            from,
+            tokenizer: &parts.tokenizer,
+            template: parts.template.as_ref(),
+            generation: &parts.generation,
+            adds_bos: matches!(adds_bos, Some(GgufValue::Bool(true))),
+        };
+        let (text, missing) = modelfile.text();
+        let place = self.place_of_modelfile();
+        let write = || -> std::io::Result<()> {
+            let mut file = WholeFile::create(&place)?;
+            file.write_all(text.as_bytes())?;
+            file.commit()
+        };
+        match write() {
+            Ok(()) => Ok(missing),
+            Err(err) => bail!("cannot write {}: {err}", place.display()),
+        }
+    }
+
+    /// What was written, for people.
+    pub fn in_words(&self) -> String {
+        let size = self.output.metadata().map_or(0, |file| file.len());
+        let modelfile = match self.modelfile {
+            true => format!(", and {}", self.place_of_modelfile().display()),
+            false => String::new(),
+        };
+        format!(
+            "wrote {} ({}){modelfile}",
+            self.output.display(),
+            size_in_words(size)
+        )
+    }
+}
+
+/// An error if the model has a weight that the file would not.
+fn check_all_written(
+    config: &ModelConfig,
+    tensors: &[GgufTensor],
+    weights: &dyn Weights,
+) -> Result<()> {
+    let is_written = |name: &str| {
+        tensors.iter().any(|tensor| match &tensor.content {
+            GgufContent::Weight { name: own, .. } => own == name,
+            GgufContent::Values(_) => false,
+        })
+    };
+    let is_left_out = |name: &str| {
+        let is_head_again = config.tie_word_embeddings && name == "lm_head.weight";
+        is_head_again || name.ends_with(".rotary_emb.inv_freq")
+    };
+    let names = weights.names();
+    match names
+        .iter()
+        .find(|name| !is_written(name) && !is_left_out(name))
+    {
+        None => Ok(()),
+        Some(name) => bail!(
+            "the model has the tensor {name}, which its config.json does not describe: it would be missing from the file"
+        ),
+    }
+}

@@ -1,0 +1,87 @@
+//! Ollama's Modelfile: the GGUF file, the chat template, what ends an answer and how tokens are chosen.
+
+use std::fmt::Write;
+
+use candle_trainer::{ChatTemplate, Tokenizer};
+
+use crate::generation_config::GenerationFile;
+
+/// What a Modelfile is made of.
+pub(crate) struct Modelfile<'a> {
+    /// FROM and, of an adapter alone, ADAPTER.
+    pub from: String,
+    /// The model's.
+    pub tokenizer: &'a Tokenizer,
+    /// The model's, if it is one for conversations.
+    pub template: Option<&'a ChatTemplate>,
+    /// The model's.
+    pub generation: &'a GenerationFile,
+    /// Whether llama.cpp puts the first token before a text by itself.
+    pub adds_bos: bool,
+}
+
+impl Modelfile<'_> {
+    /// Its text, and what is to be known of it.
+    pub fn text(&self) -> (String, Option<String>) {
+        let mut text = format!("{}\n", self.from);
+        let bos = self.tokenizer.bos_id().filter(|_| self.adds_bos);
+        let bos = bos.and_then(|id| self.tokenizer.token(id));
+        let go = self
+            .template
+            .map(|template| template.to_ollama(bos.as_deref()));
+        let mut missing = None;
+        match go {
+            None => {}
+            Some(Some(go)) => {
+                let _ = writeln!(text, "TEMPLATE \"\"\"{go}\"\"\"");
+            }
+            Some(None) => {
+                missing = Some(
+                    "the Modelfile has no TEMPLATE, as the chat template does more than to write something around messages: Ollama takes the one that \
+                     it finds nearest to it"
+                        .to_string(),
+                );
+            }
+        }
+        for stop in self.stops() {
+            let _ = writeln!(text, "PARAMETER stop {stop:?}");
+        }
+        let GenerationFile {
+            top_p,
+            repetition_penalty,
+            ..
+        } = self.generation;
+        let is_drawn = self.generation.do_sample;
+        let numbers = [
+            ("temperature", Some(self.generation.temperature())),
+            ("top_k", is_drawn.then(|| self.generation.top_k() as f64)),
+            ("top_p", top_p.filter(|_| is_drawn)),
+            ("repeat_penalty", *repetition_penalty),
+        ];
+        // A model without the file is left to Ollama.
+        if *self.generation != GenerationFile::default() {
+            for (name, number) in numbers {
+                if let Some(number) = number {
+                    let _ = writeln!(text, "PARAMETER {name} {number}");
+                }
+            }
+        }
+        (text, missing)
+    }
+
+    /// Spellings of what ends an answer.
+    fn stops(&self) -> Vec<String> {
+        let fit = self.template.map(|template| template.fit(self.tokenizer));
+        let mut ids = vec![self.tokenizer.eos_id()];
+        ids.extend(fit.as_ref().and_then(|fit| fit.end_of_turn_id));
+        ids.extend(&self.generation.eos_ids);
+        let mut stops = Vec::new();
+        let spellings = ids.into_iter().filter_map(|id| self.tokenizer.token(id));
+        for stop in spellings.chain(fit.and_then(|fit| fit.end_of_turn)) {
+            if !stops.contains(&stop) {
+                stops.push(stop);
+            }
+        }
+        stops
+    }
+}
