@@ -1,6 +1,7 @@
 //! A model in a GGUF file: the names of its tensors and what the file says of it, as llama.cpp's own conversion writes them, and back.
 
 use candle_core::{Result, bail};
+use candle_parallel::checkpoint::Checkpoint;
 use candle_parallel::gguf::{
     GgmlDType, GgufContent, GgufMetadata, GgufReader, GgufTensor, GgufValue, RowChange,
 };
@@ -290,6 +291,15 @@ impl ModelConfig {
             }
             _ => {}
         }
+    }
+
+    /// The weights of the model in a file, under their names in transformers. They are decoded when they are read.
+    ///
+    /// # Errors
+    /// A tensor that the file does not have, or has in another shape.
+    pub fn gguf_weights(&self, file: GgufReader) -> Result<Checkpoint> {
+        let (tensors, _) = self.gguf_tensors(GgufType::F32)?;
+        file.into_checkpoint(&tensors)
     }
 
     /// The configuration of the model in a file.

@@ -16,6 +16,8 @@ pub(crate) enum End {
     Complete,
     /// The model is saved, and none of so many checkpoints.
     WithoutCheckpoints(usize),
+    /// The model is saved, and not as a GGUF file.
+    WithoutGguf(Error),
     Stopped(Stopped),
     /// All ranks found, before the first step, that they cannot go on from the checkpoint or write new ones.
     Refused(Error),
@@ -34,7 +36,10 @@ impl End {
     ) {
         let fail = |failure: &str| observers.tell(&RunEvent::Failure(failure));
         match self {
-            Self::Complete => observers.note(format!("saved to {}", output.display())),
+            // Of the file it is told where that is written.
+            Self::Complete | Self::WithoutGguf(_) => {
+                observers.note(format!("saved to {}", output.display()));
+            }
             Self::WithoutCheckpoints(number) => {
                 observers.note(format!("saved to {}", output.display()));
                 fail(&format!(
@@ -65,7 +70,9 @@ impl End {
     pub(crate) fn exit_code(&self, stop: &Stop, env: &RankEnv) -> ExitCode {
         match self {
             Self::Complete => ExitCode::SUCCESS,
-            Self::WithoutCheckpoints(_) => ExitCode::from(NOT_SAVED_EXIT_CODE),
+            Self::WithoutCheckpoints(_) | Self::WithoutGguf(_) => {
+                ExitCode::from(NOT_SAVED_EXIT_CODE)
+            }
             Self::Stopped(stopped) => stop.exit_code(&stopped.left),
             Self::Refused(_) => exit_code_of_refusal(env),
             Self::Diverged(_) => ExitCode::from(WOULD_FAIL_AGAIN_EXIT_CODE),

@@ -102,16 +102,10 @@ impl GgufExport {
     ///
     /// # Errors
     /// What llama.cpp does not know; files that are there.
-    pub fn check(
-        &self,
-        config: &ModelConfig,
-        tokenizer: &Tokenizer,
-        template: Option<&ChatTemplate>,
-    ) -> Result<Vec<String>> {
+    pub fn check(&self, config: &ModelConfig, tokenizer: &Tokenizer) -> Result<Vec<String>> {
         self.check_output()?;
         config.check_gguf()?;
-        let ends = &config.eos_token_ids;
-        let vocab = gguf_vocab(tokenizer, config.vocab_size, template, ends)?;
+        let vocab = gguf_vocab(tokenizer, config.vocab_size, None, &[])?;
         let mut lines = config.gguf_differences();
         lines.extend(vocab.differences);
         Ok(lines)

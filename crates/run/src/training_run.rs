@@ -28,7 +28,8 @@ use crate::defaults::Taken;
 use crate::end::End;
 use crate::fingerprint::fingerprint;
 use crate::generation_config::GENERATION_FILE;
-use crate::observer::{Numbers, Observers};
+use crate::gguf_export::GgufExport;
+use crate::observer::{Numbers, Observers, RunEvent};
 use crate::output::{code_of_refusal, in_words, print_for_all};
 use crate::reading::TrainingData;
 use crate::saving::{leave, save_model};
@@ -115,7 +116,7 @@ impl TrainingRun<'_> {
     pub(crate) fn run(mut self) -> Result<Trained> {
         let (ended, _) = self.run_ranks()?;
         let is_stopped = match ended? {
-            End::Refused(err) | End::Diverged(err) => return Err(err),
+            End::Refused(err) | End::Diverged(err) | End::WithoutGguf(err) => return Err(err),
             End::Complete | End::WithoutCheckpoints(_) => false,
             End::Stopped(_) => true,
         };
@@ -205,8 +206,26 @@ impl TrainingRun<'_> {
         let of = self.metrics_of(&settled.name, noted.is_some());
         let steps = (noted.map(|noted| noted.step), num_steps);
         training.logs.check(output, steps, of)?;
+        self.check_gguf()?;
         self.announce_start(&settled.train);
         self.spec.announce(&self.whole, ranks, &self.observers)
+    }
+
+    /// The GGUF file that is written at the end, if one is.
+    fn gguf_export(&self) -> Option<GgufExport> {
+        let base = self.initial_weights.folder();
+        let base = base.filter(|_| self.spec.lora.is_given());
+        self.spec.training.output.gguf_export(base)
+    }
+
+    /// An error if it could not be, before hours of training.
+    fn check_gguf(&self) -> Result<()> {
+        let Some(export) = self.gguf_export() else {
+            return Ok(());
+        };
+        let lines = export.check(&self.spec.config, &self.tokenizer)?;
+        lines.into_iter().for_each(|line| self.observers.warn(line));
+        Ok(())
     }
 
     /// What the run will write.
@@ -261,13 +280,34 @@ impl TrainingRun<'_> {
             }
             num_servers => self.run_with_servers(num_servers, &settled, &ranks, tell),
         };
-        let ended = ends.map(|ends| ends.into_iter().next().unwrap_or(End::Complete));
+        let mut ended = ends.map(|ends| ends.into_iter().next().unwrap_or(End::Complete));
         // A run that failed or was stopped may have nothing else.
         if claimed.is_some()
             && matches!(ended, Ok(End::Complete | End::WithoutCheckpoints(_)))
             && let Err(err) = remove_best(output)
         {
             self.observers.warn(err.to_string());
+        }
+        if claimed.is_some()
+            && matches!(ended, Ok(End::Complete | End::WithoutCheckpoints(_)))
+            && let Some(export) = self.gguf_export()
+        {
+            match export.run() {
+                Ok(lines) => {
+                    let lines = lines.into_iter().chain([export.in_words()]);
+                    lines.for_each(|line| self.observers.note(line));
+                }
+                Err(err) => {
+                    let err = err.context(format!(
+                        "the model is saved to {}, and not as a GGUF file",
+                        output.display()
+                    ));
+                    if self.stop.is_of_program() {
+                        self.observers.tell(&RunEvent::Failure(&in_words(&err)));
+                    }
+                    ended = Ok(End::WithoutGguf(err));
+                }
+            }
         }
         Ok((ended, is_of_peer))
     }

@@ -13,7 +13,7 @@ use candle_train_run::{
     GgufExport, GgufSource, WEIGHTS, base_of, check_base, choice, digest_of_weights, is_adapter,
     num_bytes, print_line, refuse_adapter,
 };
-use candle_trainer::hub::resolve_model;
+use candle_trainer::hub::{is_gguf, resolve_model};
 use candle_trainer::{Activity, TrainingRecord};
 use clap::Args;
 
@@ -60,11 +60,7 @@ const MAX_SHARD_SIZE: usize = 5_000_000_000;
 impl Export {
     /// Writes the folder, or the file.
     pub fn run(&self) -> Result<()> {
-        let is_gguf = self
-            .output
-            .extension()
-            .is_some_and(|it| it.eq_ignore_ascii_case("gguf"));
-        if is_gguf {
+        if is_gguf(&self.output) {
             return self.gguf();
         }
         let of_files = [

@@ -8,11 +8,12 @@ use candle_parallel::checkpoint::{
     CheckpointManifest, FileRecord, ParamRecord, checkpoints_in, set_aside_in, size_in_words,
 };
 use candle_train_run::print_line;
+use candle_trainer::hub::is_gguf;
 use candle_trainer::{Activity, EvalHistory, TrainingRecord, counted};
 use clap::Args;
 use jiff::Timestamp;
 
-use crate::commands::inspect_model::{Wanted, inspect_model, lora_in_words};
+use crate::commands::inspect_model::{Wanted, inspect_gguf, inspect_model, lora_in_words};
 
 /// How often a folder is looked at before it has nothing.
 const LOOKS: usize = 3;
@@ -20,8 +21,8 @@ const LOOKS: usize = 3;
 /// Print what a model is and what training it takes, what an adapter is, what a checkpoint of a run holds, or which checkpoints a folder has
 #[derive(Args, Debug)]
 pub(crate) struct Inspect {
-    /// Folder of a model or an adapter; checkpoint, such as runs/a/step-000015, or a folder of checkpoints (--save-dir)
-    #[arg(value_name = "CHECKPOINT|DIR")]
+    /// Folder of a model or an adapter; checkpoint, such as runs/a/step-000015, or a folder of checkpoints (--save-dir); a GGUF file
+    #[arg(value_name = "CHECKPOINT|DIR|FILE")]
     checkpoint: PathBuf,
     /// Read everything: a checkpoint's checksums must be right, a model's tensors those that config.json describes, and no value NaN or infinite
     #[arg(long)]
@@ -36,6 +37,10 @@ impl Inspect {
     pub fn run(&self) -> Result<()> {
         let _reading = self.verify.then(|| Activity::start("reading"));
         let dir = &self.checkpoint;
+        if dir.is_file() && is_gguf(dir) {
+            let (tensors, verify) = (self.tensors, self.verify);
+            return inspect_gguf(dir, Wanted { tensors, verify });
+        }
         if !dir.is_dir() {
             bail!("the folder {} does not exist", dir.display());
         }

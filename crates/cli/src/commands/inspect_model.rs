@@ -1,6 +1,7 @@
 //! What `candle-train inspect` says of a folder that holds no checkpoint of a run.
 
 mod facts;
+mod gguf;
 mod memory_table;
 
 use std::path::Path;
@@ -16,6 +17,7 @@ use candle_trainer::counted;
 
 use candle_train_run::print_line;
 use facts::ModelFacts;
+pub(crate) use gguf::inspect_gguf;
 use memory_table::print_memory;
 
 /// What of a folder is wanted.

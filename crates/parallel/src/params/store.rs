@@ -114,9 +114,12 @@ impl ParamStore {
     /// # Errors
     /// A folder without weights, and a file that is missing, truncated, not safetensors or at odds with the index.
     pub fn from_pretrained(dir: impl AsRef<Path>) -> Result<Self> {
-        Ok(Self::new(BaseSource::Pretrained(Checkpoint::open(
-            dir.as_ref(),
-        )?)))
+        Checkpoint::open(dir.as_ref()).map(Self::from_checkpoint)
+    }
+
+    /// Parameters of a checkpoint that is open already.
+    pub fn from_checkpoint(checkpoint: Checkpoint) -> Self {
+        Self::new(BaseSource::Pretrained(checkpoint))
     }
 
     /// The checkpoint that the parameters come from, if there is one.

@@ -4,11 +4,13 @@ use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 use candle_parallel::checkpoint::HfSave;
+use candle_train_models::GgufType;
 use clap::Args;
 use serde::Serialize;
 
-use crate::args::choices::{choice, some_by_name};
+use crate::args::choices::{Choice, choice, some_by_name};
 use crate::flags::default_of;
+use crate::gguf_export::{GgufExport, GgufSource};
 
 /// What happens where the trained model should go and something is there, or nothing can be written.
 #[derive(Args, Clone, Debug, Serialize)]
@@ -33,6 +35,11 @@ pub struct OutputArgs {
     /// are.
     #[arg(long)]
     pub overwrite: bool,
+    /// At the end also write the model as a GGUF file of this type, for llama.cpp and Ollama, beside the folder of --output: finetuned-q4_k_m.gguf for finetuned. An adapter is
+    /// folded into its model
+    #[arg(long, value_name = "TYPE", ignore_case = true, value_parser = choice::<GgufType>())]
+    #[serde(serialize_with = "some_by_name")]
+    pub export_gguf: Option<GgufType>,
     /// Where the model goes, to a new folder, if it cannot be saved to that of --output [default: beside the folder of the checkpoints if there is one, else beside that]
     #[arg(long, value_name = "DIR")]
     pub rescue_dir: Option<PathBuf>,
@@ -45,6 +52,28 @@ impl Default for OutputArgs {
 }
 
 impl OutputArgs {
+    /// The GGUF file that is written at the end, of what is saved: a model, or an adapter of the one in the folder `base`.
+    pub(crate) fn gguf_export(&self, base: Option<&Path>) -> Option<GgufExport> {
+        let dtype = self.export_gguf?;
+        let mut name = self.output.file_name().unwrap_or_default().to_os_string();
+        name.push(format!("-{}.gguf", dtype.name_of()));
+        let saved = self.output.clone();
+        Some(GgufExport {
+            source: match base {
+                Some(model) => GgufSource::Adapter {
+                    model: model.to_path_buf(),
+                    adapter: saved,
+                },
+                None => GgufSource::Model(saved),
+            },
+            output: self.output.with_file_name(name),
+            dtype: Some(dtype),
+            adapter_only: false,
+            modelfile: false,
+            overwrite: self.overwrite,
+        })
+    }
+
     /// A save with these files beside the weights; `checkpoints` is the folder of the run's checkpoints.
     pub(crate) fn hf_save(
         &self,

@@ -85,6 +85,7 @@ impl TrainingArgs {
         }
         again.logs.metrics = None;
         again.output.overwrite = false;
+        again.output.export_gguf = None;
         again.output.rescue_dir = None;
         again
     }

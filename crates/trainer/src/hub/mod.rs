@@ -22,4 +22,6 @@ pub use data_use::DataUse;
 pub use dataset::{DatasetFiles, resolve_dataset, resolve_dataset_with};
 pub use hub_config::HubConfig;
 pub use repo_spec::{RepoKind, RepoSpec};
-pub use resolve::{find_model, has_weights, resolve_model, resolve_model_with, resolve_tokenizer};
+pub use resolve::{
+    find_model, has_weights, is_gguf, resolve_model, resolve_model_with, resolve_tokenizer,
+};

@@ -78,8 +78,20 @@ pub fn has_weights(spec: &str, dir: &Path) -> bool {
     dir.join(WEIGHTS).exists() || index.exists() && has_all()
 }
 
+/// Whether a file is a GGUF file by its name.
+pub fn is_gguf(path: &Path) -> bool {
+    path.extension()
+        .is_some_and(|it| it.eq_ignore_ascii_case("gguf"))
+}
+
 fn local_dir(spec: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(spec);
+    if path.is_file() && is_gguf(path) {
+        bail!(
+            "model {spec:?} is a GGUF file: generate and inspect read one, and what trains, merges or exports a model needs the folder that it was made \
+             from\nhint: give the folder that holds config.json, or org/name of the model on the hub"
+        );
+    }
     if path.is_file() {
         bail!(
             "model {spec:?} is a file, expected the folder of a checkpoint\nhint: give the folder that holds config.json"
