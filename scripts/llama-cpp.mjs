@@ -22,7 +22,6 @@
 // llama.cpp's warnings go to stderr. A failure is one sentence there and exit code 1.
 
 import { readFile } from "node:fs/promises";
-import { createRequire } from "node:module";
 import path from "node:path";
 import { pathToFileURL } from "node:url";
 
@@ -45,11 +44,8 @@ async function main() {
   const maxNewTokens = request.max_new_tokens ?? 24;
   checkPrompts(prompts);
 
-  // The Jinja package is looked up from where node-llama-cpp lies, so that a nested copy is found.
   const own = path.resolve(modules, "node-llama-cpp");
-  const require = createRequire(path.join(own, "package.json"));
   const { getLlama } = await import(pathToFileURL(path.join(own, "dist", "index.js")));
-  const { Template } = require("@huggingface/jinja");
 
   const llama = await getLlama({
     gpu: false,
@@ -82,7 +78,7 @@ async function main() {
     add_bos: addBos,
     add_eos: addEos,
     continuations: await continueAll(model, prompts, maxNewTokens, request.adapter),
-    rendered: renderAll(Template, model, conversations),
+    rendered: renderAll(llama, model, conversations),
     metadata: {
       bos: tokens.bos,
       eos: tokens.eos,
@@ -159,11 +155,11 @@ async function greedy(model, sequence, prompt, maxNewTokens) {
 }
 
 /** Each conversation as the file's own chat template writes it. */
-function renderAll(Template, model, conversations) {
+function renderAll(llama, model, conversations) {
   if (conversations.length === 0) return [];
   const source = model.fileInfo.metadata.tokenizer?.chat_template;
   if (typeof source !== "string") throw new Error("the file holds no chat template");
-  const template = new Template(source);
+  const template = new llama._bindings.AddonJinjaRenderer(source);
   return conversations.map((messages) =>
     template.render({
       messages,

@@ -17,6 +17,9 @@ const QUANTIZATION_VERSION: usize = 2;
 /// The tensor of what Llama 3's frequencies are divided by.
 const ROPE_FREQS: &str = "rope_freqs.weight";
 
+/// Turns in the original context between which llama.cpp's YaRN has its ramp.
+const YARN_BETAS: (f64, f64) = (32.0, 1.0);
+
 /// Projections of a layer: name in the model, name in a file.
 const PROJECTIONS: [(&str, &str); 7] = [
     ("self_attn.q_proj", "attn_q"),
@@ -61,6 +64,16 @@ impl ModelConfig {
             } => refuse(
                 "its rope_parameters have \"truncate\": false, and llama.cpp's YaRN begins and ends at whole pairs",
                 "a config.json without it is another model; train it a little so before it is exported",
+            )?,
+            RopeKind::Yarn {
+                beta_fast,
+                beta_slow,
+                ..
+            } if (beta_fast, beta_slow) != YARN_BETAS => refuse(
+                &format!(
+                    "its rope_parameters have beta_fast {beta_fast} and beta_slow {beta_slow}, and llama.cpp's YaRN has {YARN_BETAS:?} in this architecture"
+                ),
+                "there is no key for them that it reads",
             )?,
             _ => {}
         }
@@ -273,20 +286,16 @@ impl ModelConfig {
                 factor,
                 original_max_position_embeddings,
                 attention_factor,
-                beta_fast,
-                beta_slow,
                 ..
             } => {
                 metadata.set_text(key("type"), "yarn");
                 metadata.set_number(key("factor"), factor);
                 let original = original_max_position_embeddings;
                 metadata.set_count(key("original_context_length"), original);
-                metadata.set_number(key("yarn_beta_fast"), beta_fast);
-                metadata.set_number(key("yarn_beta_slow"), beta_slow);
                 // llama.cpp multiplies by that of the paper itself.
                 let own = attention_factor / yarn_attention_factor(factor);
                 if (own - 1.0).abs() > 1e-6 {
-                    metadata.set_number(key("yarn_attn_factor"), own);
+                    metadata.set_number(key("attn_factor"), own);
                 }
             }
             _ => {}
@@ -406,17 +415,15 @@ impl ModelConfig {
                 self.rope = RopeKind::Linear { factor };
             }
             Some("yarn") => {
-                let own = number("yarn_attn_factor")
-                    .or(number("attn_factor"))
-                    .unwrap_or(1.0);
+                let own = number("attn_factor").unwrap_or(1.0);
                 let original = count(metadata, &key("original_context_length"));
                 self.rope = RopeKind::Yarn {
                     factor,
                     original_max_position_embeddings: original
                         .unwrap_or(self.max_position_embeddings),
                     attention_factor: own * yarn_attention_factor(factor),
-                    beta_fast: number("yarn_beta_fast").unwrap_or(32.0),
-                    beta_slow: number("yarn_beta_slow").unwrap_or(1.0),
+                    beta_fast: YARN_BETAS.0,
+                    beta_slow: YARN_BETAS.1,
                     truncate: true,
                 };
             }
@@ -431,7 +438,7 @@ impl ModelConfig {
     /// The numbers of Llama 3's frequencies, of which a file has only what follows from them.
     fn find_llama3(&mut self, factors: &[f32]) -> Result<()> {
         let factor = factors.iter().copied().fold(1.0, f32::max);
-        let originals = (8..=20).map(|power| 1usize << power);
+        let originals = (4..=24).map(|power| 1usize << power);
         for original in originals {
             self.rope = RopeKind::Llama3 {
                 factor: f64::from(factor),

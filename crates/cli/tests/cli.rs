@@ -26,6 +26,8 @@ mod cli {
     mod flags;
     mod folder;
     mod generate;
+    mod gguf;
+    mod gguf_models;
     mod half_precision;
     mod help;
     mod hub;
@@ -47,6 +49,7 @@ mod cli {
         mod signals;
     }
     mod layout;
+    mod llama_cpp;
     mod lora;
     mod memory;
     mod metrics_file;

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::sync_channel;
 
-use candle_core::{Error, Result};
+use candle_comm::message_of;
+use candle_core::{Error, Result, bail};
 use rayon::prelude::*;
 
 use super::blocks::{encode, type_id};
@@ -147,8 +148,10 @@ impl Block<'_> {
             }
         };
         let bytes = encode(tensor.dtype, values);
-        let mut bytes =
-            bytes.map_err(|err| Error::msg(format!("tensor {name} {err}: nothing was saved")))?;
+        let mut bytes = match bytes {
+            Ok(bytes) => bytes,
+            Err(err) => bail!("tensor {name} {}: nothing was saved", message_of(&err)),
+        };
         if self.rows.end == tensor.num_rows() {
             let rest = padded(tensor.num_bytes()) - tensor.num_bytes();
             bytes.resize(bytes.len() + rest as usize, 0);

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
+use candle_comm::message_of;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{Result, bail};
 use memmap2::Mmap;
@@ -47,9 +48,10 @@ impl GgufReader {
         let content = match Content::read(&mut Cursor::new(&map)) {
             Ok(content) => content,
             Err(err) => bail!(
-                "{} ({} bytes) is not a complete GGUF file: {err}\nhint: it may be cut off or damaged; fetch or export it again",
+                "{} ({} bytes) is not a complete GGUF file: {}\nhint: it may be cut off or damaged; fetch or export it again",
                 path.display(),
-                map.len()
+                map.len(),
+                message_of(&err)
             ),
         };
         let reader = Self {

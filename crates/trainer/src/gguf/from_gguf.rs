@@ -34,10 +34,10 @@ pub fn tokenizer_from_gguf(metadata: &GgufMetadata) -> Result<Tokenizer> {
         "llama" => file.sentence_piece(&tokens, &kinds)?,
         other => bail!("tokenizer.ggml.model is {other:?}; supported: gpt2, llama"),
     };
-    let vocab = tokens
-        .iter()
-        .enumerate()
-        .map(|(id, token)| (token.clone(), json!(id)));
+    // Rows without a token have no text.
+    let vocab = tokens.iter().zip(&kinds).enumerate();
+    let vocab = vocab.filter(|(_, (_, kind))| **kind != kind::UNUSED);
+    let vocab = vocab.map(|(id, (token, _))| (token.clone(), json!(id)));
     json["model"]["vocab"] = Value::Object(vocab.collect::<Map<_, _>>());
     let added = tokens.iter().zip(&kinds).enumerate();
     let added = added.filter_map(|(id, (text, kind))| {

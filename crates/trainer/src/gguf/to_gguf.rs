@@ -73,6 +73,12 @@ pub fn gguf_vocab(
         let merges = merges.map(|(left, right)| GgufValue::String(format!("{left} {right}")));
         vocab.set_list("merges", merges.collect());
     }
+    if tokenizer.inner().get_encode_special_tokens() {
+        vocab.differences.push(
+            "tokenizer_config.json has split_special_tokens: llama.cpp takes special tokens that a text spells out as such, where its caller asks for that"
+                .to_string(),
+        );
+    }
     vocab.set_special(tokenizer, num_rows, template, eos_ids)?;
     if let Some(template) = template {
         vocab.set_text("chat_template", template.text_of_template());
@@ -115,6 +121,19 @@ impl GgufVocab {
         let ignores_merges = json["model"]["ignore_merges"] == true;
         let matters = || has_unreachable(tokenizer, json);
         let pre = byte_level::find(pre_tokenizers, ignores_merges, matters)?;
+        let tokens = json["model"]["vocab"].as_object().into_iter().flatten();
+        let num_bytes = tokens
+            .filter(|(text, _)| text.chars().nth(1).is_none())
+            .count();
+        if let Some(missing) = 256usize
+            .checked_sub(num_bytes)
+            .filter(|missing| *missing > 0)
+        {
+            self.differences.push(format!(
+                "the vocabulary has no token for {}: of texts with these llama.cpp may merge what is beside them otherwise",
+                counted(missing, "byte")
+            ));
+        }
         self.set_text("model", "gpt2");
         self.set_text("pre", pre.name);
         Ok(())
