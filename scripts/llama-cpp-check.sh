@@ -12,4 +12,4 @@ if [ ! -d "$folder/node_modules/node-llama-cpp" ]; then
     npm install --ignore-scripts --no-audit --no-fund --silent --prefix "$folder" node-llama-cpp@3.22.1
 fi
 export CANDLE_TRAIN_LLAMA_CPP=$folder/node_modules
-cargo test --workspace "$@" --locked --test cli -- llama_cpp --nocapture
+cargo test --workspace "$@" --locked --test cli -- cli::llama_cpp:: --nocapture

@@ -73,11 +73,24 @@ pub fn families() -> Vec<Case> {
 /// The tokenizers of `tests/fixtures/chat` whose ids llama.cpp can have, with a model of that many rows.
 pub fn tokenizers() -> Vec<Case> {
     let names = [
-        "chatml", "llama2", "llama3", "mistral", "qwen2.5", "qwen3", "zephyr",
+        "chatml",
+        "llama2",
+        "llama3",
+        "mistral",
+        "qwen2.5",
+        "qwen3",
+        "zephyr",
+        "as Gemma's",
     ];
     let case = |name: &'static str| {
         let workspace = Workspace::new();
-        with_tokenizer(&workspace, name);
+        match name {
+            "as Gemma's" => {
+                with_tokenizer(&workspace, "llama2");
+                edit_json(&workspace.model("tokenizer.json"), as_that_of_gemma);
+            }
+            name => with_tokenizer(&workspace, name),
+        }
         Case {
             name,
             workspace,
@@ -86,6 +99,27 @@ pub fn tokenizers() -> Vec<Case> {
         }
     };
     names.map(case).into()
+}
+
+/// No space before texts, and tokens of several spaces or lines, which are found first.
+fn as_that_of_gemma(json: &mut Value) {
+    json["normalizer"] = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
+    json["pre_tokenizer"] = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
+    json["decoder"] = json!({"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}
+    ]});
+    json["model"]["vocab"]["▁▁"] = json!(384);
+    json["model"]["merges"]
+        .as_array_mut()
+        .unwrap()
+        .push(json!(["▁", "▁"]));
+    let added = json["added_tokens"].as_array_mut().unwrap();
+    for (id, content) in [(384, "▁▁"), (385, "\n\n"), (386, "<start_of_turn>")] {
+        let special = content.starts_with('<');
+        added.push(json!({
+            "id": id, "content": content, "special": special, "normalized": false, "single_word": false, "lstrip": false, "rstrip": false
+        }));
+    }
 }
 
 /// The tokenizer and chat template of that fixture for the model `gqa`, which gets more rows.

@@ -7,10 +7,12 @@ use std::process::Command;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{DType, Device};
+use candle_parallel::gguf::{GgufFile, GgufMetadata, GgufReader};
 use candle_parallel::{Adapter, ParamStore, Pipeline, Schedule};
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_trainer::{
     Chat, ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate,
+    tokenizer_from_gguf,
 };
 use serde_json::{Value, json};
 
@@ -266,6 +268,54 @@ fn token_ids_and_conversations_are_those_of_the_tokenizer() {
             lines.len(),
             answer["rendered"].as_array().unwrap().len()
         );
+    }
+}
+
+/// Each way to split texts that an export can name is what llama.cpp calls so.
+#[test]
+fn texts_are_split_by_name() {
+    let Some(packages) = packages() else { return };
+    let lines = lines();
+    let case = tokenizers()
+        .into_iter()
+        .find(|case| case.name == "chatml")
+        .unwrap();
+    let workspace = &case.workspace;
+    export(workspace, "model", "model.gguf", "f32");
+    for pre in [
+        "gpt-2",
+        "llama-bpe",
+        "smaug-bpe",
+        "qwen2",
+        "qwen35",
+        "tekken",
+        "gpt-4o",
+        "smollm",
+    ] {
+        let read = GgufReader::open(&workspace.path("model.gguf")).unwrap();
+        let mut metadata = GgufMetadata::default();
+        for (key, value) in read.metadata().iter() {
+            match key {
+                "tokenizer.ggml.pre" => metadata.set_text(key, pre),
+                key => metadata.set(key, value.clone()),
+            }
+        }
+        let tokenizer = tokenizer_from_gguf(&metadata).unwrap();
+        let tensors: Vec<_> = read.tensors().collect();
+        let weights = read.into_checkpoint(&tensors).unwrap();
+        let file = workspace.path(&format!("{pre}.gguf"));
+        let gguf = GgufFile {
+            metadata,
+            tensors,
+            ..GgufFile::default()
+        };
+        gguf.write(&weights, &mut fs::File::create(&file).unwrap())
+            .unwrap();
+        let found = ids(&ask(&packages, &json!({"model": file, "texts": lines}))["ids"]);
+        for (line, found) in lines.iter().zip(found) {
+            assert_eq!(found, tokenizer.encode(line).unwrap(), "{pre}: {line:?}");
+        }
+        eprintln!("{pre}: {} lines", lines.len());
     }
 }
 

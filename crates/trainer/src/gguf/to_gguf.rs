@@ -265,6 +265,10 @@ impl Tokens {
             }
             match token["special"] == true || looks_special(text) {
                 true => tokens.set(&token["id"], text.to_string(), kind::CONTROL, &mut beyond),
+                // It is looked for in texts before they have any, so merges make it.
+                false if token["normalized"] == false && text.contains(SPACE) => {
+                    tokens.set(&token["id"], text.to_string(), kind::NORMAL, &mut beyond);
+                }
                 // As texts have it.
                 false => {
                     let text = text.replace(SPACE, " ");
