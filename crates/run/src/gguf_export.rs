@@ -245,7 +245,7 @@ impl GgufExport {
         });
         let changes: Vec<_> = changes.collect();
         let mut tensors = Vec::new();
-        for (module, shape_of_a, shape_of_b) in adapter.shapes()? {
+        for module in adapter.modules()? {
             let layer = gguf_layer(&module).map(|layer| format!("{layer}.weight"));
             let found = layer.and_then(|layer| changes.iter().find(|(name, _)| *name == layer));
             let Some((name, change)) = found else {
@@ -255,13 +255,14 @@ impl GgufExport {
                     model.display()
                 );
             };
-            for (matrix, shape) in [("A", shape_of_a), ("B", shape_of_b)] {
+            for matrix in ["A", "B"] {
+                let stored = Adapter::name_in_file(&module, matrix);
                 tensors.push(GgufTensor {
                     name: format!("{name}.lora_{}", matrix.to_lowercase()),
-                    shape,
+                    shape: adapter.weights().entry(&stored)?.shape.clone(),
                     dtype,
                     content: GgufContent::Weight {
-                        name: Adapter::name_in_file(&module, matrix),
+                        name: stored,
                         // The rows of the product are those of B.
                         change: match matrix {
                             "B" => *change,

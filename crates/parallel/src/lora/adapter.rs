@@ -86,25 +86,11 @@ impl Adapter {
         file_name(&format!("{module}.lora_{matrix}.weight"))
     }
 
-    /// Its layers, with the shapes of A, (rank, in), and B, (out, rank).
+    /// The layers that it adapts.
     ///
     /// # Errors
-    /// One of them is missing.
-    pub fn shapes(&self) -> Result<Vec<(String, Vec<usize>, Vec<usize>)>> {
-        let shape = |module: &str, matrix: &str| -> Result<Vec<usize>> {
-            let entry = self.weights.entry(&Self::name_in_file(module, matrix))?;
-            Ok(entry.shape.clone())
-        };
-        let modules = self.modules()?.into_iter();
-        let shapes = modules.map(|module| {
-            let (a, b) = (shape(&module, "A")?, shape(&module, "B")?);
-            Ok((module, a, b))
-        });
-        shapes.collect()
-    }
-
-    /// The layers that it adapts.
-    pub(crate) fn modules(&self) -> Result<BTreeSet<String>> {
+    /// A tensor of the file that is neither A nor B of a layer.
+    pub fn modules(&self) -> Result<BTreeSet<String>> {
         modules(&self.weights)
     }
 
