@@ -50,45 +50,36 @@ impl ModelConfig {
     /// What it does not know.
     pub fn check_gguf(&self) -> Result<()> {
         let family = self.family.model_type;
-        let refuse = |what: &str, hint: &str| -> Result<()> {
-            bail!("llama.cpp cannot run this model: {what}\nhint: {hint}")
-        };
+        let refuse =
+            |what: &str| -> Result<()> { bail!("llama.cpp cannot run this model: {what}") };
         match self.rope {
             RopeKind::Dynamic { .. } => refuse(
                 "its rope_type is \"dynamic\", frequencies that depend on a text's length, which llama.cpp does not have; it has \"default\", \
-                 \"linear\", \"llama3\" and \"yarn\"",
-                "finetune --rope-scaling yarn:FACTOR trains a model with those of YaRN, from one with default ones",
+                 \"linear\", \"llama3\" and \"yarn\"\nhint: finetune --rope-scaling yarn:FACTOR trains a model with those of YaRN, from one with default ones",
             )?,
             RopeKind::Yarn {
                 truncate: false, ..
             } => refuse(
                 "its rope_parameters have \"truncate\": false, and llama.cpp's YaRN begins and ends at whole pairs",
-                "a config.json without it is another model; train it a little so before it is exported",
             )?,
             RopeKind::Yarn {
                 beta_fast,
                 beta_slow,
                 ..
-            } if (beta_fast, beta_slow) != YARN_BETAS => refuse(
-                &format!(
-                    "its rope_parameters have beta_fast {beta_fast} and beta_slow {beta_slow}, and llama.cpp's YaRN has {YARN_BETAS:?} in this architecture"
-                ),
-                "there is no key for them that it reads",
-            )?,
+            } if (beta_fast, beta_slow) != YARN_BETAS => refuse(&format!(
+                "its rope_parameters have beta_fast {beta_fast} and beta_slow {beta_slow}, and llama.cpp's YaRN has {} and {} in this architecture",
+                YARN_BETAS.0, YARN_BETAS.1
+            ))?,
             _ => {}
         }
         let takes_biases = ["llama", "mistral", "qwen2"].contains(&family);
         if !takes_biases && (self.qkv_bias || self.o_bias || self.mlp_bias) {
-            refuse(
-                &format!("attention_bias is true, and its {family} has no biases"),
-                "there is no other architecture for it",
-            )?;
+            refuse(&format!(
+                "attention_bias is true, and its {family} has no biases"
+            ))?;
         }
         if family == "gemma" && !self.tie_word_embeddings {
-            refuse(
-                "tie_word_embeddings is false, and the head of its gemma is the embedding",
-                "there is no other architecture for it",
-            )?;
+            refuse("tie_word_embeddings is false, and the head of its gemma is the embedding")?;
         }
         Ok(())
     }
@@ -305,9 +296,18 @@ impl ModelConfig {
     /// The weights of the model in a file, under their names in transformers. They are decoded when they are read.
     ///
     /// # Errors
-    /// A tensor that the file does not have, or has in another shape.
+    /// A tensor that the file does not have, or has in another shape, or that the model does not have.
     pub fn gguf_weights(&self, file: GgufReader) -> Result<Checkpoint> {
         let (tensors, _) = self.gguf_tensors(GgufType::F32)?;
+        let is_known = |name: &str| tensors.iter().any(|tensor| tensor.name == name);
+        let mut others = file.tensors().iter().filter(|other| !is_known(&other.name));
+        if let Some(other) = others.next() {
+            bail!(
+                "the file has the tensor {}, which its {} does not have here: what it computes with it would be left out",
+                other.name,
+                self.family.gguf_architecture
+            );
+        }
         file.into_checkpoint(&tensors)
     }
 
@@ -317,6 +317,9 @@ impl ModelConfig {
     /// A model that this crate does not have; what the file does not say.
     pub fn from_gguf(file: &GgufReader) -> Result<Self> {
         let metadata = file.metadata();
+        if text(&metadata, "general.type").as_deref() == Some("adapter") {
+            bail!("the file has an adapter, and no model");
+        }
         let Some(arch) = text(&metadata, "general.architecture") else {
             bail!("the file does not say what model it has: general.architecture is missing");
         };
@@ -331,13 +334,14 @@ impl ModelConfig {
                 known.join(", ")
             );
         };
+        check_known(&metadata, &arch)?;
         let key = |name: &str| format!("{arch}.{name}");
         let find = |name: &str| count(&metadata, &key(name));
         let need = |name: &str| match find(name) {
             Some(count) => Ok(count),
             None => bail!("the file has no {}, a count", key(name)),
         };
-        let has = |tensor: &str| file.tensors().any(|own| own.name == tensor);
+        let has = |tensor: &str| file.tensor(tensor).is_some();
         let tokens = metadata.get("tokenizer.ggml.tokens").map(GgufValue::to_vec);
         let num_tokens = tokens.and_then(Result::ok).map(Vec::len);
         let (hidden_size, heads) = (need("embedding_length")?, need("attention.head_count")?);
@@ -394,6 +398,24 @@ impl ModelConfig {
             eos_token_ids: [id("eos"), id("eot")].into_iter().flatten().collect(),
         };
         config.check_ranges()?;
+        for name in ["rope.dimension_count", "attention.value_length"] {
+            let found = find(name).unwrap_or(config.head_dim);
+            if found != config.head_dim {
+                bail!(
+                    "{} is {found}; supported: the width of a head, {}",
+                    key(name),
+                    config.head_dim
+                );
+            }
+        }
+        if let Some(window) = find("attention.sliding_window")
+            && window < config.max_position_embeddings
+        {
+            bail!(
+                "{} is {window}: which layers have it is not known here",
+                key("attention.sliding_window")
+            );
+        }
         config.read_rope_scaling(&metadata)?;
         if has(ROPE_FREQS) {
             config.find_llama3(&file.values(ROPE_FREQS)?)?;
@@ -406,6 +428,20 @@ impl ModelConfig {
         let key = |name: &str| format!("{}.rope.scaling.{name}", self.family.gguf_architecture);
         let number = |name: &str| number(metadata, &key(name)).map(shortest);
         let factor = number("factor").unwrap_or(1.0);
+        if factor <= 0.0 {
+            bail!("{} is {factor}; expected a positive number", key("factor"));
+        }
+        let betas = (number("yarn_beta_fast"), number("yarn_beta_slow"));
+        let betas = (
+            betas.0.unwrap_or(YARN_BETAS.0),
+            betas.1.unwrap_or(YARN_BETAS.1),
+        );
+        if betas != YARN_BETAS {
+            bail!(
+                "{} and _slow are {betas:?}; llama.cpp has {YARN_BETAS:?} in this architecture",
+                key("yarn_beta_fast")
+            );
+        }
         match text(metadata, &key("type")).as_deref() {
             None | Some("none") => {}
             Some("linear") => {
@@ -457,6 +493,50 @@ impl ModelConfig {
              high_freq_factor 4"
         )
     }
+}
+
+/// What a file may say of a model, after the architecture's name.
+const KNOWN: [&str; 20] = [
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "vocab_size",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+];
+
+/// An error if a file says something of the model that is not read here, or not in its type.
+fn check_known(metadata: &GgufMetadata, arch: &str) -> Result<()> {
+    for (key, value) in metadata.iter() {
+        let Some(name) = key
+            .strip_prefix(arch)
+            .and_then(|name| name.strip_prefix('.'))
+        else {
+            continue;
+        };
+        let is_read = count(metadata, key).is_some() || value.to_f32().is_ok();
+        let is_read = is_read || value.to_string().is_ok() || value.to_bool().is_ok();
+        if !KNOWN.contains(&name) || !is_read {
+            bail!(
+                "the file has {key} {value:?}, which is not known here: the model may compute something else"
+            );
+        }
+    }
+    Ok(())
 }
 
 /// The paper's factor of cosines and sines (arXiv:2309.00071, equation 22).

@@ -120,6 +120,15 @@ impl GgufExport {
                     path.display()
                 );
             }
+            // Of a link the file at its end would be replaced.
+            let end = path.canonicalize().unwrap_or_else(|_| path.clone());
+            if end.extension() != path.extension() {
+                bail!(
+                    "{} is a link to {}, which is another kind of file",
+                    path.display(),
+                    end.display()
+                );
+            }
             if path.symlink_metadata().is_ok() && !self.overwrite {
                 bail!(
                     "{} exists already\nhint: --overwrite replaces it",
@@ -152,6 +161,13 @@ impl GgufExport {
         let folded = Adapter::open(adapter)?;
         if self.adapter_only {
             return self.write_alone(&parts, (model, adapter), &folded);
+        }
+        if parts.config.tie_word_embeddings && folded.modules()?.contains("lm_head") {
+            bail!(
+                "the adapter in {} changes lm_head, which is the embedding in {}: a file has one weight for both",
+                adapter.display(),
+                model.display()
+            );
         }
         let base = Checkpoint::open(model)?;
         self.write(&parts, &MergedModel::new(&base, &folded)?)
@@ -214,10 +230,14 @@ impl GgufExport {
         let template = parts.template.as_ref();
         let vocab = gguf_vocab(tokenizer, config.vocab_size, template, parts.eos_ids())?;
         lines.extend(vocab.differences);
+        let modelfile = self.text_of_modelfile(
+            parts,
+            format!("FROM ./{}", self.file_name()),
+            &vocab.metadata,
+        );
         metadata.extend(vocab.metadata);
-        let from = format!("FROM ./{}", self.file_name());
         self.write_file(metadata, tensors, weights)?;
-        lines.extend(self.write_modelfile(parts, from)?);
+        lines.extend(self.write_modelfile(modelfile)?);
         Ok(lines)
     }
 
@@ -280,11 +300,18 @@ impl GgufExport {
         // llama.cpp divides it by the rank.
         let lora = adapter.config();
         metadata.set_number("adapter.lora.alpha", lora.scale() * lora.rank as f64);
-        metadata.set_count("general.quantization_version", 2);
         self.write_file(metadata, tensors, adapter.weights())?;
         let base = model.canonicalize().unwrap_or_else(|_| model.to_path_buf());
         let from = format!("FROM {}\nADAPTER ./{}", base.display(), self.file_name());
-        let missing = self.write_modelfile(parts, from)?;
+        let (config, template) = (&parts.config, parts.template.as_ref());
+        let vocab = gguf_vocab(
+            &parts.tokenizer,
+            config.vocab_size,
+            template,
+            parts.eos_ids(),
+        )?;
+        let modelfile = self.text_of_modelfile(parts, from, &vocab.metadata);
+        let missing = self.write_modelfile(modelfile)?;
         Ok(missing.into_iter().collect())
     }
 
@@ -338,15 +365,14 @@ impl GgufExport {
         Ok(())
     }
 
-    fn write_modelfile(&self, parts: &Parts, from: String) -> Result<Option<String>> {
-        if !self.modelfile {
-            return Ok(None);
-        }
-        let adds_bos = gguf_vocab(&parts.tokenizer, parts.config.vocab_size, None, &[])?;
-        let adds_bos = adds_bos
-            .metadata
-            .get("tokenizer.ggml.add_bos_token")
-            .cloned();
+    /// That of a file that says so of its tokenizer, if it is asked for, and what is to be known of it.
+    fn text_of_modelfile(
+        &self,
+        parts: &Parts,
+        from: String,
+        vocab: &GgufMetadata,
+    ) -> Option<(String, Option<String>)> {
+        let adds_bos = vocab.get("tokenizer.ggml.add_bos_token");
         let modelfile = Modelfile {
             from,
             tokenizer: &parts.tokenizer,
@@ -354,7 +380,16 @@ impl GgufExport {
             generation: &parts.generation,
             adds_bos: matches!(adds_bos, Some(GgufValue::Bool(true))),
         };
-        let (text, missing) = modelfile.text();
+        self.modelfile.then(|| modelfile.text())
+    }
+
+    fn write_modelfile(
+        &self,
+        modelfile: Option<(String, Option<String>)>,
+    ) -> Result<Option<String>> {
+        let Some((text, missing)) = modelfile else {
+            return Ok(None);
+        };
         let place = self.place_of_modelfile();
         let write = || -> std::io::Result<()> {
             let mut file = WholeFile::create(&place)?;

@@ -37,29 +37,31 @@ impl Modelfile<'_> {
             }
             Some(None) => {
                 missing = Some(
-                    "the Modelfile has no TEMPLATE, as the chat template does more than to write something around messages: Ollama takes the one that \
-                     it finds nearest to it"
+                    "the Modelfile has no TEMPLATE, as the chat template does more than to write something around messages: Ollama has one of its own for a \
+                     few well-known templates, and writes nothing around messages for others"
                         .to_string(),
                 );
             }
         }
         for stop in self.stops() {
-            let _ = writeln!(text, "PARAMETER stop {stop:?}");
+            // What is between quotes is taken as it is.
+            let quote = if stop.contains('"') { "\"\"\"" } else { "\"" };
+            let _ = writeln!(text, "PARAMETER stop {quote}{stop}{quote}");
         }
-        let GenerationFile {
-            top_p,
-            repetition_penalty,
-            ..
-        } = self.generation;
-        let is_drawn = self.generation.do_sample;
+        let file = self.generation;
+        let is_drawn = file.do_sample;
+        // Ollama has other numbers than transformers where nothing is said.
         let numbers = [
-            ("temperature", Some(self.generation.temperature())),
-            ("top_k", is_drawn.then(|| self.generation.top_k() as f64)),
-            ("top_p", top_p.filter(|_| is_drawn)),
-            ("repeat_penalty", *repetition_penalty),
+            ("temperature", Some(file.temperature())),
+            ("top_k", is_drawn.then(|| file.top_k() as f64)),
+            ("top_p", is_drawn.then(|| file.top_p.unwrap_or(1.0))),
+            (
+                "repeat_penalty",
+                Some(file.repetition_penalty.unwrap_or(1.0)),
+            ),
         ];
         // A model without the file is left to Ollama.
-        if *self.generation != GenerationFile::default() {
+        if *file != GenerationFile::default() {
             for (name, number) in numbers {
                 if let Some(number) = number {
                     let _ = writeln!(text, "PARAMETER {name} {number}");

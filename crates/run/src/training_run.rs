@@ -224,6 +224,9 @@ impl TrainingRun<'_> {
             return Ok(());
         };
         let lines = export.check(&self.spec.config, &self.tokenizer)?;
+        let file = export.output.display();
+        self.observers
+            .note(format!("the model goes to the GGUF file {file}, too"));
         lines.into_iter().for_each(|line| self.observers.warn(line));
         Ok(())
     }

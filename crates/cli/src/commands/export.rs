@@ -155,6 +155,13 @@ impl Export {
                 dir.display()
             );
         }
+        if dir.join("config.json").is_file() && !CheckpointManifest::is_in(dir) {
+            bail!(
+                "{} is a model, and {output} is no GGUF file by its name: a folder is written of a checkpoint of a run\nhint: a GGUF file's name ends in \
+                 .gguf: {output}.gguf",
+                dir.display()
+            );
+        }
         let world = ProcessGroup::single(Device::Cpu);
         let reading = Activity::start("reading the checkpoint");
         let checkpoint = TrainingCheckpoint::open(&world, dir)?;
@@ -238,13 +245,14 @@ impl Export {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::path::Path;
 
     use candle_comm::{Degrees, Mesh, ProcessGroup};
     use candle_core::{DType, Device, Result};
     use candle_parallel::checkpoint::CheckpointSaver;
     use candle_parallel::{AdamWConfig, DistributedOptimizer, ParamStore};
-    use candle_train_models::{CausalLm, ModelConfig};
+    use candle_train_models::{CausalLm, GgufType, ModelConfig};
     use candle_trainer::TrainingRecord;
     use serde_json::json;
     use tempfile::tempdir;
@@ -270,7 +278,13 @@ mod tests {
         let part = CausalLm::part(&ModelConfig::from_json(&config)?, &mesh, &vb)?;
         let params = part.params();
         let optimizer = DistributedOptimizer::adamw(params, &mesh, AdamWConfig::default())?;
-        let sidecars = vec![("config.json".to_string(), config.into_bytes())];
+        let mut sidecars = vec![("config.json".to_string(), config.into_bytes())];
+        let files = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../tests/fixtures/gqa/model"
+        );
+        let tokenizer = fs::read(Path::new(files).join("tokenizer.json")).unwrap();
+        sidecars.push(("tokenizer.json".to_string(), tokenizer));
         let saver = CheckpointSaver::new(&mesh.world, dir, 1, None)?;
         let mut saver = saver.with_sidecars(sidecars);
         let record = serde_json::to_value(TrainingRecord::default()).unwrap();
@@ -284,20 +298,27 @@ mod tests {
     fn it_takes_little_memory() {
         let dir = tempdir().unwrap();
         save(&dir.path().join("saves")).unwrap();
+        let export = |output: &str, dtype, gguf_type| Export {
+            source: dir.path().join("saves/step-000001").display().to_string(),
+            output: dir.path().join(output),
+            gguf_type,
+            adapter_only: false,
+            modelfile: false,
+            dtype,
+            max_shard_size: None,
+            overwrite: true,
+            model: None,
+        };
         for dtype in [DType::F32, DType::BF16] {
-            let export = Export {
-                source: dir.path().join("saves/step-000001").display().to_string(),
-                output: dir.path().join("exported"),
-                gguf_type: None,
-                adapter_only: false,
-                modelfile: false,
-                dtype: Some(dtype),
-                max_shard_size: None,
-                overwrite: true,
-                model: None,
-            };
+            let export = export("exported", Some(dtype), None);
             let peak = peak_bytes_of(|| export.run().unwrap());
             assert!(peak < 14 << 20, "{dtype:?}: {peak} bytes");
+        }
+        // The tokens of 32768 rows are, and a few blocks of rows for each thread.
+        for gguf_type in [GgufType::F32, GgufType::Q8_0, GgufType::Q4KM] {
+            let export = export("exported.gguf", None, Some(gguf_type));
+            let peak = peak_bytes_of(|| export.run().unwrap());
+            assert!(peak < 28 << 20, "{gguf_type:?}: {peak} bytes");
         }
     }
 }

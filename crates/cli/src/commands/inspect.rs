@@ -8,7 +8,6 @@ use candle_parallel::checkpoint::{
     CheckpointManifest, FileRecord, ParamRecord, checkpoints_in, set_aside_in, size_in_words,
 };
 use candle_train_run::print_line;
-use candle_trainer::hub::is_gguf;
 use candle_trainer::{Activity, EvalHistory, TrainingRecord, counted};
 use clap::Args;
 use jiff::Timestamp;
@@ -37,7 +36,7 @@ impl Inspect {
     pub fn run(&self) -> Result<()> {
         let _reading = self.verify.then(|| Activity::start("reading"));
         let dir = &self.checkpoint;
-        if dir.is_file() && is_gguf(dir) {
+        if dir.is_file() {
             let (tensors, verify) = (self.tensors, self.verify);
             return inspect_gguf(dir, Wanted { tensors, verify });
         }

@@ -17,7 +17,7 @@ use candle_transformers::models::{quantized_llama, quantized_qwen3};
 use serde_json::{Value, json};
 
 use super::folder::{copy_folder, fixture, names, read_checkpoint, read_json};
-use super::gguf_models::{Case, families, tokenizers, values};
+use super::gguf_models::{Case, families, rewrite, tokenizers, values};
 use super::program::Program;
 use super::workspace::{Workspace, candle_train};
 
@@ -864,6 +864,87 @@ fn inspect_tells_what_a_file_has() {
     }
 }
 
+/// What a file says and this program does not know is no reason to compute something else.
+#[test]
+fn files_of_others_are_refused_by_what_is_in_them() {
+    let workspace = Workspace::new();
+    let (file, other) = (workspace.path("model.gguf"), workspace.path("other.gguf"));
+    export(&workspace.path("model"), &file).succeeds();
+    let count = |count| Some(GgufValue::U32(count));
+    let cases: [(&str, Option<GgufValue>, &str); 12] = [
+        ("general.alignment", count(0), "general.alignment is 0"),
+        (
+            "general.architecture",
+            Some(GgufValue::String("mamba".into())),
+            "supported: llama",
+        ),
+        ("llama.block_count", count(3), "blk.3."),
+        ("llama.block_count", count(5), "blk.4."),
+        ("llama.expert_count", count(8), "llama.expert_count"),
+        (
+            "llama.attention.scale",
+            Some(GgufValue::F32(0.5)),
+            "llama.attention.scale",
+        ),
+        (
+            "llama.attention.sliding_window",
+            count(5),
+            "llama.attention.sliding_window",
+        ),
+        (
+            "llama.attention.key_length",
+            Some(GgufValue::Array(Vec::new())),
+            "llama.attention.key_length",
+        ),
+        (
+            "llama.rope.dimension_count",
+            count(4),
+            "llama.rope.dimension_count",
+        ),
+        ("llama.embedding_length", None, "llama.embedding_length"),
+        (
+            "tokenizer.ggml.eos_token_id",
+            count(400),
+            "tokenizer.ggml.eos_token_id is 400",
+        ),
+        (
+            "tokenizer.ggml.pre",
+            Some(GgufValue::String("falcon".into())),
+            "supported: ",
+        ),
+    ];
+    for (key, value, part) in cases {
+        rewrite(&file, &other, &[(key, value)]);
+        let generate = candle_train("generate").flag("--model", other.display());
+        generate.flag("--prompt", "x").run().assert_error(&[part]);
+        // It is shown all the same.
+        let inspect = candle_train("inspect").argument(other.display()).run();
+        assert!(
+            inspect.code == Some(0) || part.contains("alignment"),
+            "{}",
+            inspect.stderr
+        );
+    }
+    // Sizes that no file has, in the place of the first dim of a tensor.
+    let bytes = fs::read(&file).unwrap();
+    let name = b"token_embd.weight";
+    let place = bytes
+        .windows(name.len())
+        .position(|window| window == name)
+        .unwrap();
+    for dim in [0, 1u64 << 62, u64::MAX] {
+        let mut bytes = bytes.clone();
+        let place = place + name.len() + 4;
+        bytes[place..place + 8].copy_from_slice(&dim.to_le_bytes());
+        fs::write(&other, bytes).unwrap();
+        let generate = candle_train("generate").flag("--model", other.display());
+        generate
+            .flag("--prompt", "x")
+            .run()
+            .assert_error(&["other.gguf"]);
+    }
+}
+
 #[test]
 fn what_cannot_be_done_is_said() {
     let workspace = Workspace::new();
@@ -881,6 +962,17 @@ fn what_cannot_be_done_is_said() {
         export(&dir, &workspace.path("out")).flag("--type", "f16"),
         &["--type", "ends in .gguf"],
     );
+    refuse(
+        export(&dir, &workspace.path("out")),
+        &["is no GGUF file by its name", "out.gguf"],
+    );
+    std::os::unix::fs::symlink(
+        workspace.model("model.safetensors"),
+        workspace.path("link.gguf"),
+    )
+    .unwrap();
+    let program = export(&dir, &workspace.path("link.gguf")).switch("--overwrite");
+    refuse(program, &["is a link to", "model.safetensors"]);
     refuse(
         export(&dir, &file).flag("--dtype", "bf16"),
         &["--dtype", "--type"],

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{DType, Device};
-use candle_parallel::gguf::{GgufFile, GgufMetadata, GgufReader};
+use candle_parallel::gguf::{GgufReader, GgufValue};
 use candle_parallel::{Adapter, ParamStore, Pipeline, Schedule};
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_trainer::{
@@ -17,7 +17,7 @@ use candle_trainer::{
 use serde_json::{Value, json};
 
 use super::folder::fixture;
-use super::gguf_models::{Case, families, tokenizers};
+use super::gguf_models::{Case, families, rewrite, tokenizers};
 use super::workspace::{Workspace, candle_train};
 
 const NEW_TOKENS: usize = 24;
@@ -292,25 +292,12 @@ fn texts_are_split_by_name() {
         "gpt-4o",
         "smollm",
     ] {
-        let read = GgufReader::open(&workspace.path("model.gguf")).unwrap();
-        let mut metadata = GgufMetadata::default();
-        for (key, value) in read.metadata().iter() {
-            match key {
-                "tokenizer.ggml.pre" => metadata.set_text(key, pre),
-                key => metadata.set(key, value.clone()),
-            }
-        }
-        let tokenizer = tokenizer_from_gguf(&metadata).unwrap();
-        let tensors: Vec<_> = read.tensors().collect();
-        let weights = read.into_checkpoint(&tensors).unwrap();
         let file = workspace.path(&format!("{pre}.gguf"));
-        let gguf = GgufFile {
-            metadata,
-            tensors,
-            ..GgufFile::default()
-        };
-        gguf.write(&weights, &mut fs::File::create(&file).unwrap())
-            .unwrap();
+        let named = GgufValue::String(pre.to_string());
+        let edit = [("tokenizer.ggml.pre", Some(named))];
+        rewrite(&workspace.path("model.gguf"), &file, &edit);
+        let metadata = GgufReader::open(&file).unwrap().metadata();
+        let tokenizer = tokenizer_from_gguf(&metadata).unwrap();
         let found = ids(&ask(&packages, &json!({"model": file, "texts": lines}))["ids"]);
         for (line, found) in lines.iter().zip(found) {
             assert_eq!(found, tokenizer.encode(line).unwrap(), "{pre}: {line:?}");

@@ -43,26 +43,34 @@ pub(super) fn num_bytes(dtype: GgmlDType, num_values: usize) -> usize {
     num_values / dtype.block_size() * dtype.type_size()
 }
 
+/// Whether values are blocks with a scale for each 32 that candle finds by their range.
+fn has_ranges(dtype: GgmlDType) -> bool {
+    matches!(dtype, GgmlDType::Q4K | GgmlDType::Q5K)
+}
+
+/// An error if a value is beyond what f16 holds, of which the scales of blocks are, too.
+fn check_f16(values: &[f32]) -> Result<()> {
+    let largest = f16::MAX.to_f32();
+    match values.iter().find(|value| value.abs() > largest) {
+        None => Ok(()),
+        Some(value) => bail!("has the value {value}, which is beyond f16's largest, {largest}"),
+    }
+}
+
 /// The bytes of values, whole blocks of them.
 ///
 /// # Errors
 /// Values that the type does not hold: a part of a sentence.
-pub(super) fn encode(dtype: GgmlDType, values: Vec<f32>) -> Result<Vec<u8>> {
+pub(super) fn encode(dtype: GgmlDType, mut values: Vec<f32>) -> Result<Vec<u8>> {
     if !values.iter().all(|value| value.is_finite()) {
         bail!("has values that are NaN or infinite");
     }
     match dtype {
         GgmlDType::F32 => Ok(bytemuck::cast_slice(&values).to_vec()),
         GgmlDType::F16 => {
+            check_f16(&values)?;
             let mut narrow = vec![f16::ZERO; values.len()];
             narrow.convert_from_f32_slice(&values);
-            if let Some(place) = narrow.iter().position(|value| !value.is_finite()) {
-                bail!(
-                    "has the value {}, which is beyond f16's largest, {}",
-                    values[place],
-                    f16::MAX
-                );
-            }
             Ok(bytemuck::cast_slice(&narrow).to_vec())
         }
         GgmlDType::BF16 => {
@@ -71,6 +79,13 @@ pub(super) fn encode(dtype: GgmlDType, values: Vec<f32>) -> Result<Vec<u8>> {
             Ok(bytemuck::cast_slice(&narrow).to_vec())
         }
         _ => {
+            check_f16(&values)?;
+            // Without a range candle would make zeros of them.
+            for block in values.chunks_mut(32).filter(|_| has_ranges(dtype)) {
+                if block.iter().all(|value| *value == block[0]) {
+                    block[0] *= 0.999;
+                }
+            }
             let len = values.len();
             let values = Tensor::from_vec(values, len, &Device::Cpu)?;
             Ok(QTensor::quantize(&values, dtype)?.data()?.into_owned())
@@ -95,4 +110,49 @@ pub(super) fn decode(dtype: GgmlDType, bytes: &[u8]) -> Result<Vec<f32>> {
     let mut values = vec![0.0; len];
     files::decode(plain, bytes, &mut values);
     Ok(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{GgmlDType, decode, encode};
+
+    /// Of every type: values near those that went in, equal ones and zeros too.
+    #[test]
+    fn values_are_near() {
+        let values: Vec<f32> = (0..1024)
+            .map(|place| match place / 256 {
+                0 => 1.5,
+                1 => -0.75,
+                2 => 0.0,
+                _ => ((place * 37) % 101) as f32 / 50.0 - 1.0,
+            })
+            .collect();
+        for (dtype, most) in [
+            (GgmlDType::F32, 0.0),
+            (GgmlDType::F16, 1e-3),
+            (GgmlDType::BF16, 1e-2),
+            (GgmlDType::Q8_0, 1e-2),
+            (GgmlDType::Q6K, 0.05),
+            (GgmlDType::Q5_0, 0.1),
+            (GgmlDType::Q5_1, 0.1),
+            (GgmlDType::Q5K, 0.1),
+            (GgmlDType::Q4_0, 0.2),
+            (GgmlDType::Q4K, 0.2),
+        ] {
+            let bytes = encode(dtype, values.clone()).unwrap();
+            let found = decode(dtype, &bytes).unwrap();
+            let largest = found.iter().zip(&values).map(|(a, b)| (a - b).abs());
+            let largest = largest.fold(0.0, f32::max);
+            assert!(
+                found.len() == values.len() && largest <= most,
+                "{dtype:?}: {largest}"
+            );
+        }
+        for dtype in [GgmlDType::F16, GgmlDType::Q8_0, GgmlDType::Q4K] {
+            let mut large = values.clone();
+            large[1000] = 1e6;
+            let err = encode(dtype, large).unwrap_err().to_string();
+            assert!(err.contains("1000000") && err.contains("65504"), "{err}");
+        }
+    }
 }

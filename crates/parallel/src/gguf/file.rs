@@ -18,7 +18,7 @@ use super::weights::Weights;
 /// Where tensors may begin.
 const ALIGNMENT: usize = 32;
 /// Values that all cores together have in their hands.
-const VALUES_AT_ONCE: usize = 2 << 20;
+const VALUES_AT_ONCE: usize = 1 << 20;
 /// Those of one, at least, so that a row's way through the pool costs nothing.
 const MIN_VALUES: usize = 32 << 10;
 

@@ -109,8 +109,8 @@ fn put(bytes: &mut Vec<u8>, value: &GgufValue) {
         GgufValue::Bool(is_true) => bytes.push(u8::from(*is_true)),
         GgufValue::String(text) => put_text(bytes, text),
         GgufValue::Array(values) => {
-            // That of an empty one is nobody's concern.
-            let of_first = values.first().map_or(4, type_id);
+            // An empty one is that of merges, which are texts.
+            let of_first = values.first().map_or(8, type_id);
             bytes.extend(of_first.to_le_bytes());
             bytes.extend((values.len() as u64).to_le_bytes());
             values.iter().for_each(|value| put(bytes, value));

@@ -5,11 +5,11 @@ use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
 use candle_comm::message_of;
-use candle_core::quantized::gguf_file::Content;
-use candle_core::{Result, bail};
+use candle_core::quantized::gguf_file::{Content, TensorInfo};
+use candle_core::{Error, Result, bail};
 use memmap2::Mmap;
 
-use super::blocks::{decode, num_bytes};
+use super::blocks::decode;
 use super::metadata::GgufMetadata;
 use super::tensor::RowChange;
 use super::{GgmlDType, GgufContent, GgufTensor, type_name};
@@ -20,6 +20,8 @@ pub struct GgufReader {
     path: PathBuf,
     map: Mmap,
     content: Content,
+    /// In the order of the file.
+    tensors: Vec<GgufTensor>,
 }
 
 /// The form in which a file has the rows of a weight.
@@ -45,23 +47,51 @@ impl GgufReader {
     /// It cannot be read, is no GGUF, or is cut off.
     pub fn open(path: &Path) -> Result<Self> {
         let map = map(path)?;
+        let fail = |what: &str| {
+            Error::msg(format!(
+                "{} ({} bytes) is not a complete GGUF file: {what}\nhint: it may be cut off or damaged; fetch or export it again",
+                path.display(),
+                map.len()
+            ))
+        };
+        if has_no_alignment(&map) {
+            return Err(fail("general.alignment is 0"));
+        }
         let content = match Content::read(&mut Cursor::new(&map)) {
             Ok(content) => content,
-            Err(err) => bail!(
-                "{} ({} bytes) is not a complete GGUF file: {}\nhint: it may be cut off or damaged; fetch or export it again",
-                path.display(),
-                map.len(),
-                message_of(&err)
-            ),
+            Err(err) => {
+                let what = message_of(&err);
+                let Some((_, number)) = what.split_once("unknown dtype for tensor ") else {
+                    return Err(fail(&what));
+                };
+                bail!(
+                    "{} has tensors of ggml's type number {number}, which candle does not read; it reads f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0 and the \
+                     K-quants",
+                    path.display()
+                );
+            }
         };
+        let mut infos: Vec<_> = content.tensor_infos.iter().collect();
+        infos.sort_by_key(|(_, info)| info.offset);
+        let tensor = |(name, info): (&String, &TensorInfo)| GgufTensor {
+            name: name.clone(),
+            shape: info.shape.dims().to_vec(),
+            dtype: info.ggml_dtype,
+            content: GgufContent::Weight {
+                name: name.clone(),
+                change: RowChange::None,
+            },
+        };
+        let tensors = infos.into_iter().map(tensor).collect();
         let reader = Self {
             path: path.to_path_buf(),
             map,
             content,
+            tensors,
         };
-        reader
-            .tensors()
-            .try_for_each(|tensor| reader.place(&tensor).map(drop))?;
+        for tensor in &reader.tensors {
+            reader.place(tensor)?;
+        }
         Ok(reader)
     }
 
@@ -76,19 +106,13 @@ impl GgufReader {
     }
 
     /// Its tensors in the order of the file, as they are there.
-    pub fn tensors(&self) -> impl Iterator<Item = GgufTensor> {
-        let infos = &self.content.tensor_infos;
-        let mut infos: Vec<_> = infos.iter().collect();
-        infos.sort_by_key(|(_, info)| info.offset);
-        infos.into_iter().map(|(name, info)| GgufTensor {
-            name: name.clone(),
-            shape: info.shape.dims().to_vec(),
-            dtype: info.ggml_dtype,
-            content: GgufContent::Weight {
-                name: name.clone(),
-                change: RowChange::None,
-            },
-        })
+    pub fn tensors(&self) -> &[GgufTensor] {
+        &self.tensors
+    }
+
+    /// The tensor of this name.
+    pub fn tensor(&self, name: &str) -> Option<&GgufTensor> {
+        self.tensors.iter().find(|tensor| tensor.name == name)
     }
 
     /// The values of a tensor.
@@ -96,10 +120,10 @@ impl GgufReader {
     /// # Errors
     /// There is none of this name.
     pub fn values(&self, name: &str) -> Result<Vec<f32>> {
-        let Some(tensor) = self.tensors().find(|tensor| tensor.name == name) else {
+        let Some(tensor) = self.tensor(name) else {
             bail!("there is no tensor {name} in {}", self.path.display());
         };
-        let place = self.place(&tensor)?;
+        let place = self.place(tensor)?;
         decode(tensor.dtype, &self.map[place])
     }
 
@@ -107,13 +131,12 @@ impl GgufReader {
     fn place(&self, tensor: &GgufTensor) -> Result<std::ops::Range<usize>> {
         let offset = self.content.tensor_infos[&tensor.name].offset;
         let start = self.content.tensor_data_offset.saturating_add(offset);
-        let block = tensor.dtype.block_size();
-        let values = tensor
-            .shape
-            .iter()
-            .try_fold(1usize, |product, dim| product.checked_mul(*dim));
+        let (block, size) = (tensor.dtype.block_size(), tensor.dtype.type_size());
+        let mut dims = tensor.shape.iter();
+        let values = dims.try_fold(1usize, |product, dim| product.checked_mul(*dim));
         let len = values.filter(|_| tensor.width().is_multiple_of(block));
-        let end = len.and_then(|len| (start as usize).checked_add(num_bytes(tensor.dtype, len)));
+        let len = len.and_then(|len| (len / block).checked_mul(size));
+        let end = len.and_then(|len| usize::try_from(start).ok()?.checked_add(len));
         match end {
             Some(end) if end <= self.map.len() => Ok(start as usize..end),
             _ => bail!(
@@ -139,7 +162,7 @@ impl GgufReader {
             let GgufContent::Weight { name, change } = &tensor.content else {
                 continue;
             };
-            let Some(stored) = self.tensors().find(|stored| stored.name == tensor.name) else {
+            let Some(stored) = self.tensor(&tensor.name) else {
                 bail!(
                     "{} has no tensor {}, which its metadata ask for",
                     self.path.display(),
@@ -159,9 +182,24 @@ impl GgufReader {
                 dtype: stored.dtype,
                 change: *change,
             };
-            let place = self.place(&stored)?;
-            weights.insert(name.clone(), (stored.shape, rows, place));
+            let place = self.place(stored)?;
+            weights.insert(name.clone(), (stored.shape.clone(), rows, place));
         }
         Ok(Checkpoint::of_stored_rows(self.path, self.map, weights))
     }
+}
+
+/// Whether a file says that tensors begin at multiples of nothing, by which candle would divide.
+fn has_no_alignment(bytes: &[u8]) -> bool {
+    const KEY: &[u8] = b"general.alignment";
+    /// What is said before lists of tokens.
+    const NEAR: usize = 4 << 20;
+    let near = &bytes[..bytes.len().min(NEAR)];
+    let places = near.windows(KEY.len()).enumerate();
+    let mut places = places.filter(|(_, window)| *window == KEY);
+    places.any(|(place, _)| {
+        // The type of the value, and the value, of 32 or 64 bits.
+        let value = bytes.get(place + KEY.len() + 4..).unwrap_or_default();
+        value.len() >= 4 && value[..4] == [0; 4]
+    })
 }

@@ -17,6 +17,8 @@ struct Pieces {
     is_system_in_user: bool,
     user: (String, String),
     assistant: (String, String),
+    /// Before an answer that is to be written.
+    header: String,
 }
 
 const SYSTEM: &str = "Ssystemtext";
@@ -24,8 +26,11 @@ const TURNS: [&str; 3] = ["Uquestion", "Aanswer", "Vquestion"];
 
 impl ChatTemplate {
     /// The same template for a Modelfile, without `bos` at its start, which Ollama puts there itself; `None` if it does more than to write
-    /// something around messages.
+    /// something around messages, such as the date.
     pub fn to_ollama(&self, bos: Option<&str>) -> Option<String> {
+        if self.date().is_some() {
+            return None;
+        }
         let render = |messages: &[(&str, &str)], prompts: bool| {
             let messages: Vec<_> = messages
                 .iter()
@@ -54,7 +59,8 @@ impl Pieces {
         let prompted = render(&turns[..1], true)?;
         let header = prompted.strip_prefix(&asked)?;
         let answered = render(&turns[..2], false)?;
-        let (_, assistant_end) = answered.split_once(answer)?;
+        let (answered, assistant_end) = answered.split_once(answer)?;
+        let assistant_start = answered.strip_prefix(&asked)?;
         let again = render(&turns, false)?;
         let (_, between) = again.split_once(answer)?;
         let (between, _) = between.split_once(second)?;
@@ -63,7 +69,8 @@ impl Pieces {
         let mut pieces = Self {
             head: head.to_string(),
             user: (user_start.to_string(), user_end.to_string()),
-            assistant: (header.to_string(), assistant_end.to_string()),
+            assistant: (assistant_start.to_string(), assistant_end.to_string()),
+            header: header.to_string(),
             ..Self::default()
         };
         let with_system = render(&[("system", SYSTEM), user], false);
@@ -109,7 +116,7 @@ impl Pieces {
                 _ => text += &format!("{}{content}{}", self.assistant.0, self.assistant.1),
             }
         }
-        text + &self.assistant.0
+        text + &self.header
     }
 
     /// Whether the pieces are all that the template does to conversations.
@@ -135,13 +142,14 @@ impl Pieces {
             system,
             user,
             assistant,
+            header,
             ..
         } = self;
-        let parts = [head, &user.0, &user.1, &assistant.0, &assistant.1];
+        let parts = [head, &user.0, &user.1, &assistant.0, &assistant.1, header];
         let of_system = system.iter().flat_map(|(start, end)| [start, end]);
         let mut parts = parts.into_iter().chain(of_system);
         // What a Modelfile or Go's templates would read otherwise.
-        if parts.any(|part| part.contains("{{") || part.contains("\"\"\"")) {
+        if parts.any(|part| part.contains("{{") || part.ends_with('{') || part.contains("\"\"\"")) {
             return None;
         }
         let (first, in_user) = match (system, self.is_system_in_user) {
@@ -161,12 +169,12 @@ impl Pieces {
                 ),
             ),
         };
-        let ((user_start, user_end), (header, answer_end)) = (user, assistant);
+        let ((user_start, user_end), (answer_start, answer_end)) = (user, assistant);
         Some(format!(
             "{first}{{{{ range $i, $message := .Messages }}}}{{{{ $last := eq (len (slice $.Messages $i)) 1 }}}}\
-             {{{{ if eq .Role \"user\" }}}}{user_start}{in_user}{{{{ .Content }}}}{user_end}{{{{ if $last }}}}{header}{{{{ end }}}}\
-             {{{{ else if eq .Role \"assistant\" }}}}{header}{{{{ .Content }}}}{{{{ if not $last }}}}{answer_end}{{{{ end }}}}\
-             {{{{ end }}}}{{{{ end }}}}"
+             {{{{ if eq .Role \"user\" }}}}{user_start}{in_user}{{{{ .Content }}}}{user_end}\
+             {{{{ else if eq .Role \"assistant\" }}}}{answer_start}{{{{ .Content }}}}{{{{ if not $last }}}}{answer_end}{{{{ end }}}}{{{{ end }}}}\
+             {{{{ if and $last (ne .Role \"assistant\") }}}}{header}{{{{ end }}}}{{{{ end }}}}"
         ))
     }
 }
@@ -194,8 +202,9 @@ mod tests {
         assert_eq!(
             ollama(chatml).unwrap(),
             "{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n{{ else }}{{ end }}{{ range $i, $message := .Messages }}{{ $last := eq (len \
-             (slice $.Messages $i)) 1 }}{{ if eq .Role \"user\" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n{{ if $last }}<|im_start|>assistant\n{{ end \
-             }}{{ else if eq .Role \"assistant\" }}<|im_start|>assistant\n{{ .Content }}{{ if not $last }}<|im_end|>\n{{ end }}{{ end }}{{ end }}"
+             (slice $.Messages $i)) 1 }}{{ if eq .Role \"user\" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n{{ else if eq .Role \"assistant\" \
+             }}<|im_start|>assistant\n{{ .Content }}{{ if not $last }}<|im_end|>\n{{ end }}{{ end }}{{ if and $last (ne .Role \"assistant\") \
+             }}<|im_start|>assistant\n{{ end }}{{ end }}"
         );
         for template in [
             include_str!("templates/llama3.jinja"),
@@ -217,6 +226,8 @@ mod tests {
         let by_number =
             "{% for m in messages %}{{ loop.index }} {{ m.role }}: {{ m.content }}\n{% endfor %}";
         assert_eq!(ollama(by_number), None);
+        let dated = "{% for m in messages %}{{ strftime_now('%Y') }} {{ m.role }}: {{ m.content }}\n{% endfor %}";
+        assert_eq!(ollama(dated), None);
         let braces = "{% for m in messages %}{{ '{{' }}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}{{ '{{' }}assistant: {% endif %}";
         assert_eq!(ollama(braces), None);
     }

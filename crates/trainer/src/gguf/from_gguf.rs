@@ -29,6 +29,14 @@ pub fn tokenizer_from_gguf(metadata: &GgufMetadata) -> Result<Tokenizer> {
             "the file does not say which token ends a text: tokenizer.ggml.eos_token_id is missing"
         );
     };
+    for name in ["bos", "eos"] {
+        if let Some(id) = file.id(name).filter(|id| *id as usize >= tokens.len()) {
+            bail!(
+                "tokenizer.ggml.{name}_token_id is {id}, and the file has {} tokens",
+                tokens.len()
+            );
+        }
+    }
     let mut json = match file.text("model")?.as_str() {
         "gpt2" => file.byte_level()?,
         "llama" => file.sentence_piece(&tokens, &kinds)?,
@@ -109,7 +117,9 @@ impl File<'_> {
     }
 
     fn id(&self, name: &str) -> Option<u32> {
-        self.find(&format!("{name}_token_id"))?.to_u32().ok()
+        let id = self.find(&format!("{name}_token_id"))?;
+        let signed = || id.to_i32().ok().and_then(|id| u32::try_from(id).ok());
+        id.to_u32().ok().or_else(signed)
     }
 
     fn flag(&self, name: &str) -> bool {

@@ -8,6 +8,9 @@ use serde_json::Value;
 
 use super::SPACE;
 
+/// Of what no merge makes.
+const LOWEST: f32 = -1e9;
+
 /// How spaces come into texts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Spaces {
@@ -81,9 +84,6 @@ pub(super) fn scores(tokens: &[Option<String>], merges: &[(String, String)]) -> 
     }
     (scores, num_other)
 }
-
-/// Of what no merge makes.
-const LOWEST: f32 = -1e9;
 
 /// Merges in their order: all pairs of tokens that make a token, the one with the highest score first.
 pub(super) fn merges(tokens: &[(String, f32)]) -> Vec<(String, String)> {

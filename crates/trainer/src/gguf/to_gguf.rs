@@ -1,5 +1,7 @@
 //! What a file says of a tokenizer, as llama.cpp's own conversion does.
 
+use std::collections::HashMap;
+
 use candle_core::{Error, Result, bail};
 use candle_parallel::gguf::{GgufMetadata, GgufValue};
 use serde_json::Value;
@@ -7,7 +9,7 @@ use serde_json::Value;
 use super::{SPACE, byte_level, kind, sentence_piece};
 use crate::{ChatTemplate, Tokenizer, counted};
 
-/// Names of special tokens: that of a file, and that of transformers.
+/// Names of special tokens: that of a file, in llama.cpp's spelling, and that of transformers.
 const SPECIAL: [(&str, &str); 4] = [
     ("unknown", "unk_token"),
     ("padding", "pad_token"),
@@ -56,11 +58,13 @@ pub fn gguf_vocab(
     };
     let pre_tokenizers = steps(&json["pre_tokenizer"], "pretokenizers");
     let is_byte_level = |step: &Value| step["type"] == "ByteLevel";
-    let mut tokens = Tokens::of(&json, num_rows, &mut vocab.differences);
-    match pre_tokenizers.iter().any(is_byte_level) {
+    let has_bytes = pre_tokenizers.iter().any(is_byte_level);
+    let mut tokens = Tokens::of(&json, num_rows, has_bytes, &mut vocab.differences);
+    match has_bytes {
         true => vocab.set_byte_level(tokenizer, &json, &pre_tokenizers)?,
         false => vocab.set_sentence_piece(&json, &pre_tokenizers, &mut tokens)?,
     }
+    tokens.check()?;
     let texts = tokens
         .texts
         .iter()
@@ -68,7 +72,7 @@ pub fn gguf_vocab(
     let kinds = tokens.kinds.iter().map(|kind| GgufValue::I32(*kind));
     vocab.set_list("tokens", texts.collect());
     vocab.set_list("token_type", kinds.collect());
-    if pre_tokenizers.iter().any(is_byte_level) {
+    if has_bytes {
         let merges = merges(model)?.into_iter();
         let merges = merges.map(|(left, right)| GgufValue::String(format!("{left} {right}")));
         vocab.set_list("merges", merges.collect());
@@ -81,18 +85,16 @@ pub fn gguf_vocab(
     }
     vocab.set_special(tokenizer, num_rows, template, eos_ids)?;
     if let Some(template) = template {
-        vocab.set_text("chat_template", template.text_of_template());
+        let text = template.text_of_template();
+        vocab.metadata.set_text("tokenizer.chat_template", text);
     }
     Ok(vocab)
 }
 
 impl GgufVocab {
     fn set_text(&mut self, name: &str, text: &str) {
-        let key = match name {
-            "chat_template" => "tokenizer.chat_template".to_string(),
-            name => format!("tokenizer.ggml.{name}"),
-        };
-        self.metadata.set_text(key, text);
+        self.metadata
+            .set_text(format!("tokenizer.ggml.{name}"), text);
     }
 
     fn set_list(&mut self, name: &str, values: Vec<GgufValue>) {
@@ -161,6 +163,14 @@ impl GgufVocab {
                 "llama.cpp merges whatever makes a token, and tokenizer.json has not all of these merges ({} are missing): some texts have other \
                  tokens there",
                 num_other
+            ));
+        }
+        let is_normalized = |token: &Value| token["normalized"] == true && token["special"] != true;
+        let mut added = json["added_tokens"].as_array().into_iter().flatten();
+        if let Some(token) = added.find(|token| spaces.before_text && is_normalized(token)) {
+            self.differences.push(format!(
+                "llama.cpp puts a space before the text that follows an added token such as {}, and tokenizer.json does not",
+                token["content"]
             ));
         }
         if spaces.first_only {
@@ -248,7 +258,7 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn of(json: &Value, num_rows: usize, differences: &mut Vec<String>) -> Self {
+    fn of(json: &Value, num_rows: usize, has_bytes: bool, differences: &mut Vec<String>) -> Self {
         let mut tokens = Self {
             texts: (0..num_rows).map(|row| format!("[PAD{row}]")).collect(),
             kinds: vec![kind::UNUSED; num_rows],
@@ -266,12 +276,15 @@ impl Tokens {
             match token["special"] == true || looks_special(text) {
                 true => tokens.set(&token["id"], text.to_string(), kind::CONTROL, &mut beyond),
                 // It is looked for in texts before they have any, so merges make it.
-                false if token["normalized"] == false && text.contains(SPACE) => {
+                false if !has_bytes && token["normalized"] == false && text.contains(SPACE) => {
                     tokens.set(&token["id"], text.to_string(), kind::NORMAL, &mut beyond);
                 }
                 // As texts have it.
                 false => {
-                    let text = text.replace(SPACE, " ");
+                    let text = match has_bytes {
+                        true => text.to_string(),
+                        false => text.replace(SPACE, " "),
+                    };
                     tokens.set(&token["id"], text, kind::USER_DEFINED, &mut beyond);
                 }
             }
@@ -300,6 +313,24 @@ impl Tokens {
             Some((own, own_kind)) => (*own, *own_kind) = (text, kind),
             None => beyond.push(text),
         }
+    }
+
+    /// An error unless llama.cpp can tell all of them apart.
+    fn check(&self) -> Result<()> {
+        let mut rows: HashMap<&str, usize> = HashMap::new();
+        for (row, text) in self.texts.iter().enumerate() {
+            if text.contains('\0') {
+                bail!(
+                    "token {row} of the tokenizer is {text:?}, and llama.cpp ends texts of tokens at a zero"
+                );
+            }
+            if let Some(other) = rows.insert(text, row) {
+                bail!(
+                    "tokens {other} and {row} are both {text:?}, which llama.cpp cannot tell apart"
+                );
+            }
+        }
+        Ok(())
     }
 
     /// The texts of what merges can make.
@@ -366,6 +397,7 @@ fn has_unreachable(tokenizer: &Tokenizer, json: &Value) -> bool {
 fn looks_special(text: &str) -> bool {
     ["<pad>", "<mask>", "<2mass>", "[@BOS@]"].contains(&text)
         || text.starts_with("<|") && text.ends_with("|>")
+        || text.starts_with("<\u{ff5c}") && text.ends_with("\u{ff5c}>")
         || text.starts_with("<unused") && text.ends_with('>')
 }
 

@@ -27,7 +27,7 @@ pub(crate) fn inspect_gguf(path: &Path, wanted: Wanted) -> Result<()> {
     print_line(&format!("{} is a GGUF file", path.display()));
     let metadata = file.metadata();
     for (key, value) in metadata.iter() {
-        print_line(&format!("{key:<40}{}", in_words(value)));
+        print_line(&format!("{:<39} {}", key.escape_debug(), in_words(value)));
     }
     let mut of_type: BTreeMap<String, (usize, u64)> = BTreeMap::new();
     let mut num_values = 0;
@@ -45,7 +45,12 @@ pub(crate) fn inspect_gguf(path: &Path, wanted: Wanted) -> Result<()> {
         ));
     }
     print_line(&format!("{num_values} values"));
-    if let Err(err) = ModelConfig::from_gguf(&file).and_then(|config| config.check_gguf()) {
+    let kind = metadata
+        .get("general.type")
+        .and_then(|kind| kind.to_string().ok());
+    if kind.is_some_and(|kind| kind == "adapter") {
+        print_line("an adapter: llama.cpp takes it beside its base (--lora)");
+    } else if let Err(err) = ModelConfig::from_gguf(&file).and_then(|config| config.check_gguf()) {
         print_line(&format!("not supported: {}", message_of(&err)));
     } else if let Err(err) = tokenizer_from_gguf(&metadata) {
         print_line(&format!(
@@ -53,9 +58,10 @@ pub(crate) fn inspect_gguf(path: &Path, wanted: Wanted) -> Result<()> {
             message_of(&err)
         ));
     }
-    for tensor in file.tensors().filter(|_| wanted.tensors) {
+    for tensor in file.tensors().iter().filter(|_| wanted.tensors) {
         let dtype = type_name(tensor.dtype);
-        print_line(&format!("  {} {:?} {dtype}", tensor.name, tensor.shape));
+        let name = tensor.name.escape_debug();
+        print_line(&format!("  {name} {:?} {dtype}", tensor.shape));
     }
     if wanted.verify {
         let mut number = 0;
