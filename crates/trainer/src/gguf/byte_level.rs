@@ -77,8 +77,10 @@ pub(super) fn find(
         ),
         None => {
             let own = steps.join("  then  ");
+            // Of equal ones the first.
             let nearest = KNOWN
                 .iter()
+                .rev()
                 .map(|pre| (similarity(&own, &pre.steps.join("  then  ")), pre));
             let nearest = nearest
                 .max_by(|a, b| a.0.total_cmp(&b.0))
