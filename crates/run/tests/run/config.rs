@@ -60,6 +60,7 @@ fn values() -> Vec<(&'static str, &'static str)> {
         ("output", "out"),
         ("save-dtype", "bf16"),
         ("overwrite", "true"),
+        ("export-gguf", "q8_0"),
         ("rescue-dir", "rescue"),
         ("tp", "2"),
         ("pp", "3"),
