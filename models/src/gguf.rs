@@ -1,24 +1,19 @@
-//! A model in a GGUF file: the names of its tensors and what the file says of it, as llama.cpp's own conversion writes them, and back.
+//! A model as a GGUF file has it: the names of its tensors and what the file says of it, as llama.cpp's own conversion writes them.
 
 use candle_core::{Result, bail};
-use candle_parallel::checkpoint::Checkpoint;
-use candle_parallel::gguf::{
-    GgmlDType, GgufContent, GgufMetadata, GgufReader, GgufTensor, GgufValue, RowChange,
-};
+use candle_parallel::gguf::{GgmlDType, GgufContent, GgufMetadata, GgufTensor, RowChange};
 
-use crate::activation::Activation;
 use crate::config::ModelConfig;
-use crate::families::FAMILIES;
 use crate::gguf_type::GgufType;
 use crate::rope_kind::RopeKind;
 
 /// What the blocks of a file are quantised by.
 const QUANTIZATION_VERSION: usize = 2;
 /// The tensor of what Llama 3's frequencies are divided by.
-const ROPE_FREQS: &str = "rope_freqs.weight";
+pub(crate) const ROPE_FREQS: &str = "rope_freqs.weight";
 
 /// Turns in the original context between which llama.cpp's YaRN has its ramp.
-const YARN_BETAS: (f64, f64) = (32.0, 1.0);
+pub(crate) const YARN_BETAS: (f64, f64) = (32.0, 1.0);
 
 /// Projections of a layer: name in the model, name in a file.
 const PROJECTIONS: [(&str, &str); 7] = [
@@ -49,7 +44,7 @@ impl ModelConfig {
     /// # Errors
     /// What it does not know.
     pub fn check_gguf(&self) -> Result<()> {
-        let family = self.family.model_type;
+        let architecture = self.family.gguf_architecture;
         let refuse =
             |what: &str| -> Result<()> { bail!("llama.cpp cannot run this model: {what}") };
         match self.rope {
@@ -72,13 +67,13 @@ impl ModelConfig {
             ))?,
             _ => {}
         }
-        let takes_biases = ["llama", "mistral", "qwen2"].contains(&family);
+        let takes_biases = ["llama", "qwen2"].contains(&architecture);
         if !takes_biases && (self.qkv_bias || self.o_bias || self.mlp_bias) {
             refuse(&format!(
-                "attention_bias is true, and its {family} has no biases"
+                "attention_bias is true, and its {architecture} has no biases"
             ))?;
         }
-        if family == "gemma" && !self.tie_word_embeddings {
+        if architecture == "gemma" && !self.tie_word_embeddings {
             refuse("tie_word_embeddings is false, and the head of its gemma is the embedding")?;
         }
         Ok(())
@@ -216,7 +211,7 @@ impl ModelConfig {
     }
 
     /// What the default frequencies are divided by, pair by pair, where llama.cpp does not compute it.
-    fn rope_factors(&self) -> Option<Vec<f32>> {
+    pub(crate) fn rope_factors(&self) -> Option<Vec<f32>> {
         let RopeKind::Llama3 { .. } = self.rope else {
             return None;
         };
@@ -292,284 +287,14 @@ impl ModelConfig {
             _ => {}
         }
     }
-
-    /// The weights of the model in a file, under their names in transformers. They are decoded when they are read.
-    ///
-    /// # Errors
-    /// A tensor that the file does not have, or has in another shape, or that the model does not have.
-    pub fn gguf_weights(&self, file: GgufReader) -> Result<Checkpoint> {
-        let (tensors, _) = self.gguf_tensors(GgufType::F32)?;
-        let is_known = |name: &str| tensors.iter().any(|tensor| tensor.name == name);
-        let mut others = file.tensors().iter().filter(|other| !is_known(&other.name));
-        if let Some(other) = others.next() {
-            bail!(
-                "the file has the tensor {}, which its {} does not have here: what it computes with it would be left out",
-                other.name,
-                self.family.gguf_architecture
-            );
-        }
-        file.into_checkpoint(&tensors)
-    }
-
-    /// The configuration of the model in a file.
-    ///
-    /// # Errors
-    /// A model that this crate does not have; what the file does not say.
-    pub fn from_gguf(file: &GgufReader) -> Result<Self> {
-        let metadata = file.metadata();
-        if text(&metadata, "general.type").as_deref() == Some("adapter") {
-            bail!("the file has an adapter, and no model");
-        }
-        let Some(arch) = text(&metadata, "general.architecture") else {
-            bail!("the file does not say what model it has: general.architecture is missing");
-        };
-        let Some(family) = FAMILIES
-            .iter()
-            .find(|family| family.gguf_architecture == arch)
-        else {
-            let mut known: Vec<_> = FAMILIES.iter().map(|it| it.gguf_architecture).collect();
-            known.dedup();
-            bail!(
-                "general.architecture is {arch:?}; supported: {}",
-                known.join(", ")
-            );
-        };
-        check_known(&metadata, &arch)?;
-        let key = |name: &str| format!("{arch}.{name}");
-        let find = |name: &str| count(&metadata, &key(name));
-        let need = |name: &str| match find(name) {
-            Some(count) => Ok(count),
-            None => bail!("the file has no {}, a count", key(name)),
-        };
-        let has = |tensor: &str| file.tensor(tensor).is_some();
-        let tokens = metadata.get("tokenizer.ggml.tokens").map(GgufValue::to_vec);
-        let num_tokens = tokens.and_then(Result::ok).map(Vec::len);
-        let (hidden_size, heads) = (need("embedding_length")?, need("attention.head_count")?);
-        let Some(vocab_size) = num_tokens.or(find("vocab_size")) else {
-            bail!(
-                "the file has neither tokenizer.ggml.tokens nor {}",
-                key("vocab_size")
-            );
-        };
-        let Some(eps) = number(&metadata, &key("attention.layer_norm_rms_epsilon")) else {
-            bail!(
-                "the file has no {}, a number",
-                key("attention.layer_norm_rms_epsilon")
-            );
-        };
-        let is_gemma = family.model_type == "gemma";
-        let id = |name: &str| {
-            let id = count(&metadata, &format!("tokenizer.ggml.{name}_token_id"));
-            id.and_then(|id| u32::try_from(id).ok())
-        };
-        let mut config = Self {
-            family,
-            vocab_size,
-            hidden_size,
-            intermediate_size: need("feed_forward_length")?,
-            num_hidden_layers: need("block_count")?,
-            num_attention_heads: heads,
-            num_key_value_heads: find("attention.head_count_kv").unwrap_or(heads),
-            head_dim: match find("attention.key_length") {
-                Some(head_dim) => head_dim,
-                None => hidden_size / heads.max(1),
-            },
-            rms_norm_eps: shortest(eps),
-            rope_theta: number(&metadata, &key("rope.freq_base")).map_or(10_000.0, shortest),
-            rope: RopeKind::Default,
-            max_position_embeddings: need("context_length")?,
-            tie_word_embeddings: !has("output.weight"),
-            qkv_bias: has("blk.0.attn_q.bias"),
-            o_bias: has("blk.0.attn_output.bias"),
-            mlp_bias: has("blk.0.ffn_gate.bias"),
-            activation: match is_gemma {
-                true => Activation::GeluTanh,
-                false => Activation::Silu,
-            },
-            norm_adds_one: is_gemma,
-            embedding_scale: match is_gemma {
-                true => (hidden_size as f64).sqrt(),
-                false => 1.0,
-            },
-            qk_norm: has("blk.0.attn_q_norm.weight"),
-            windows: Vec::new(),
-            pad_token_id: id("padding"),
-            bos_token_id: id("bos"),
-            eos_token_ids: [id("eos"), id("eot")].into_iter().flatten().collect(),
-        };
-        config.check_ranges()?;
-        for name in ["rope.dimension_count", "attention.value_length"] {
-            let found = find(name).unwrap_or(config.head_dim);
-            if found != config.head_dim {
-                bail!(
-                    "{} is {found}; supported: the width of a head, {}",
-                    key(name),
-                    config.head_dim
-                );
-            }
-        }
-        if let Some(window) = find("attention.sliding_window")
-            && window < config.max_position_embeddings
-        {
-            bail!(
-                "{} is {window}: which layers have it is not known here",
-                key("attention.sliding_window")
-            );
-        }
-        config.read_rope_scaling(&metadata)?;
-        if has(ROPE_FREQS) {
-            config.find_llama3(&file.values(ROPE_FREQS)?)?;
-        }
-        config.validate()?;
-        Ok(config)
-    }
-
-    fn read_rope_scaling(&mut self, metadata: &GgufMetadata) -> Result<()> {
-        let key = |name: &str| format!("{}.rope.scaling.{name}", self.family.gguf_architecture);
-        let number = |name: &str| number(metadata, &key(name)).map(shortest);
-        let factor = number("factor").unwrap_or(1.0);
-        if factor <= 0.0 {
-            bail!("{} is {factor}; expected a positive number", key("factor"));
-        }
-        let betas = (number("yarn_beta_fast"), number("yarn_beta_slow"));
-        let betas = (
-            betas.0.unwrap_or(YARN_BETAS.0),
-            betas.1.unwrap_or(YARN_BETAS.1),
-        );
-        if betas != YARN_BETAS {
-            bail!(
-                "{} and _slow are {betas:?}; llama.cpp has {YARN_BETAS:?} in this architecture",
-                key("yarn_beta_fast")
-            );
-        }
-        match text(metadata, &key("type")).as_deref() {
-            None | Some("none") => {}
-            Some("linear") => {
-                // The length that the file gives is that with it.
-                let longest = self.max_position_embeddings as f64;
-                self.max_position_embeddings = (longest / factor).round() as usize;
-                self.rope = RopeKind::Linear { factor };
-            }
-            Some("yarn") => {
-                let own = number("attn_factor").unwrap_or(1.0);
-                let original = count(metadata, &key("original_context_length"));
-                self.rope = RopeKind::Yarn {
-                    factor,
-                    original_max_position_embeddings: original
-                        .unwrap_or(self.max_position_embeddings),
-                    attention_factor: own * yarn_attention_factor(factor),
-                    beta_fast: YARN_BETAS.0,
-                    beta_slow: YARN_BETAS.1,
-                    truncate: true,
-                };
-            }
-            Some(other) => bail!(
-                "{} is {other:?}; supported: none, linear, yarn",
-                key("type")
-            ),
-        }
-        Ok(())
-    }
-
-    /// The numbers of Llama 3's frequencies, of which a file has only what follows from them.
-    fn find_llama3(&mut self, factors: &[f32]) -> Result<()> {
-        let factor = factors.iter().copied().fold(1.0, f32::max);
-        let originals = (4..=24).map(|power| 1usize << power);
-        for original in originals {
-            self.rope = RopeKind::Llama3 {
-                factor: f64::from(factor),
-                low_freq_factor: 1.0,
-                high_freq_factor: 4.0,
-                original_max_position_embeddings: original,
-            };
-            let own = self.rope_factors().unwrap_or_default();
-            let is_same = |(own, found): (&f32, &f32)| (own / found - 1.0).abs() < 1e-4;
-            if own.len() == factors.len() && own.iter().zip(factors).all(is_same) {
-                return Ok(());
-            }
-        }
-        bail!(
-            "{ROPE_FREQS} divides the rotary frequencies by {factors:?}, which is not how Llama 3 scales them with low_freq_factor 1 and \
-             high_freq_factor 4"
-        )
-    }
-}
-
-/// What a file may say of a model, after the architecture's name.
-const KNOWN: [&str; 20] = [
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "vocab_size",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "attention.layer_norm_rms_epsilon",
-    "attention.sliding_window",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.original_context_length",
-    "rope.scaling.attn_factor",
-    "rope.scaling.finetuned",
-    "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow",
-];
-
-/// An error if a file says something of the model that is not read here, or not in its type.
-fn check_known(metadata: &GgufMetadata, arch: &str) -> Result<()> {
-    for (key, value) in metadata.iter() {
-        let Some(name) = key
-            .strip_prefix(arch)
-            .and_then(|name| name.strip_prefix('.'))
-        else {
-            continue;
-        };
-        let is_read = count(metadata, key).is_some() || value.to_f32().is_ok();
-        let is_read = is_read || value.to_string().is_ok() || value.to_bool().is_ok();
-        if !KNOWN.contains(&name) || !is_read {
-            bail!(
-                "the file has {key} {value:?}, which is not known here: the model may compute something else"
-            );
-        }
-    }
-    Ok(())
 }
 
 /// The paper's factor of cosines and sines (arXiv:2309.00071, equation 22).
-fn yarn_attention_factor(factor: f64) -> f64 {
+pub(crate) fn yarn_attention_factor(factor: f64) -> f64 {
     match factor > 1.0 {
         true => 0.1 * factor.ln() + 1.0,
         false => 1.0,
     }
-}
-
-/// The number of f64 that prints as an f32 does: 1e-6 is that again.
-fn shortest(number: f32) -> f64 {
-    number.to_string().parse().unwrap_or(f64::from(number))
-}
-
-fn text(metadata: &GgufMetadata, key: &str) -> Option<String> {
-    metadata.get(key)?.to_string().ok().cloned()
-}
-
-fn count(metadata: &GgufMetadata, key: &str) -> Option<usize> {
-    let value = metadata.get(key)?;
-    let signed = || {
-        value
-            .to_i32()
-            .ok()
-            .and_then(|number| u64::try_from(number).ok())
-    };
-    let count = value.to_u64().ok().or_else(signed)?;
-    usize::try_from(count).ok()
-}
-
-fn number(metadata: &GgufMetadata, key: &str) -> Option<f32> {
-    metadata.get(key)?.to_f32().ok()
 }
 
 /// A number of values with two digits or more and its unit: 494M, 1.2B.

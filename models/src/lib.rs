@@ -10,6 +10,7 @@ mod config_file;
 mod decoder_layer;
 mod families;
 mod family;
+mod from_gguf;
 mod gemma;
 mod gguf;
 mod gguf_type;

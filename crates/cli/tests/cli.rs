@@ -27,7 +27,11 @@ mod cli {
     mod folder;
     mod generate;
     mod gguf;
+    mod gguf_file;
     mod gguf_models;
+    mod gguf_readers;
+    mod gguf_refusals;
+    mod gguf_sources;
     mod half_precision;
     mod help;
     mod hub;

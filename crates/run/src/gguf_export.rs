@@ -6,15 +6,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use candle_comm::{ProcessGroup, message_of};
-use candle_core::{DType, Device, Error, Result, bail};
+use candle_comm::message_of;
+use candle_core::{DType, Error, Result, bail};
 use candle_parallel::Adapter;
 use candle_parallel::checkpoint::{
     Checkpoint, HfSave, SpaceNeed, TrainingCheckpoint, check_free_space, size_in_words,
 };
 use candle_parallel::gguf::{
-    GgmlDType, GgufContent, GgufFile, GgufMetadata, GgufTensor, GgufValue, MergedModel, RowChange,
-    Weights,
+    CheckpointWeights, GgmlDType, GgufContent, GgufFile, GgufMetadata, GgufTensor, GgufValue,
+    MergedModel, RowChange, Weights,
 };
 use candle_train_models::{GgufType, ModelConfig, gguf_layer};
 use candle_trainer::{Activity, ChatTemplate, Tokenizer, WholeFile, gguf_vocab};
@@ -25,7 +25,6 @@ use crate::generation_config::{GENERATION_FILE, GenerationFile};
 use crate::modelfile::Modelfile;
 
 /// A GGUF file to be written.
-#[derive(Clone, Debug)]
 pub struct GgufExport {
     /// What is written.
     pub source: GgufSource,
@@ -42,7 +41,6 @@ pub struct GgufExport {
 }
 
 /// The model of a file.
-#[derive(Clone, Debug)]
 pub enum GgufSource {
     /// A folder.
     Model(PathBuf),
@@ -55,8 +53,8 @@ pub enum GgufSource {
     },
     /// A run's checkpoint, and the folder of the model with which the run began, for what was not trained.
     Checkpoint {
-        /// The checkpoint.
-        dir: PathBuf,
+        /// The checkpoint, which has been read whole once for its checksums.
+        checkpoint: Box<TrainingCheckpoint>,
         /// The model.
         model: Option<PathBuf>,
     },
@@ -111,6 +109,28 @@ impl GgufExport {
         Ok(lines)
     }
 
+    /// What the file of this model takes, but for its tokens: for [`check_free_space`].
+    ///
+    /// # Errors
+    /// As for [`Self::check`].
+    pub fn space_need(&self, config: &ModelConfig) -> Result<SpaceNeed> {
+        let (tensors, _) = config.gguf_tensors(self.dtype.unwrap_or(GgufType::F32))?;
+        Ok(SpaceNeed {
+            num_bytes: tensors.iter().map(GgufTensor::num_bytes).sum(),
+            ..self.space_of(0)
+        })
+    }
+
+    fn space_of(&self, num_bytes: u64) -> SpaceNeed {
+        let folder = self.output.parent();
+        let folder = folder.filter(|dir| !dir.as_os_str().is_empty());
+        SpaceNeed {
+            folder: folder.unwrap_or(Path::new(".")).to_path_buf(),
+            num_bytes,
+            what: "the GGUF file",
+        }
+    }
+
     fn check_output(&self) -> Result<()> {
         let modelfile = self.modelfile.then(|| self.place_of_modelfile());
         for path in [self.output.clone()].into_iter().chain(modelfile) {
@@ -152,7 +172,9 @@ impl GgufExport {
         match &self.source {
             GgufSource::Model(dir) => self.write(&Parts::read(dir, None)?, &Checkpoint::open(dir)?),
             GgufSource::Adapter { model, adapter } => self.write_adapter(model, adapter),
-            GgufSource::Checkpoint { dir, model } => self.write_checkpoint(dir, model.as_deref()),
+            GgufSource::Checkpoint { checkpoint, model } => {
+                self.write_checkpoint(checkpoint, model.as_deref())
+            }
         }
     }
 
@@ -160,7 +182,7 @@ impl GgufExport {
         let parts = Parts::read(model, Some(adapter))?;
         let folded = Adapter::open(adapter)?;
         if self.adapter_only {
-            return self.write_alone(&parts, (model, adapter), &folded);
+            return self.write_alone(&parts, model, &folded);
         }
         if parts.config.tie_word_embeddings && folded.modules()?.contains("lm_head") {
             bail!(
@@ -173,17 +195,17 @@ impl GgufExport {
         self.write(&parts, &MergedModel::new(&base, &folded)?)
     }
 
-    fn write_checkpoint(&self, dir: &Path, model: Option<&Path>) -> Result<Vec<String>> {
-        let world = ProcessGroup::single(Device::Cpu);
-        let reading = Activity::start("reading the checkpoint");
-        let checkpoint = TrainingCheckpoint::open(&world, dir)?;
-        drop(reading);
+    fn write_checkpoint(
+        &self,
+        checkpoint: &TrainingCheckpoint,
+        model: Option<&Path>,
+    ) -> Result<Vec<String>> {
         let files = TempDir::new().map_err(Error::wrap)?;
         if checkpoint.manifest().lora.is_some() {
             let Some(model) = model else {
                 bail!(
                     "the checkpoint {} is of an adapter, and the model that it was trained on is not known",
-                    dir.display()
+                    checkpoint.dir().display()
                 );
             };
             let adapter = files.path().join("adapter");
@@ -200,7 +222,11 @@ impl GgufExport {
         }
         let source = model.map(Checkpoint::open).transpose()?;
         let parts = Parts::read(files.path(), None)?;
-        self.write(&parts, &(&checkpoint, source.as_ref()))
+        let weights = CheckpointWeights {
+            checkpoint,
+            source: source.as_ref(),
+        };
+        self.write(&parts, &weights)
     }
 
     fn write(&self, parts: &Parts, weights: &dyn Weights) -> Result<Vec<String>> {
@@ -242,12 +268,7 @@ impl GgufExport {
     }
 
     /// The adapter by itself.
-    fn write_alone(
-        &self,
-        parts: &Parts,
-        (model, dir): (&Path, &Path),
-        adapter: &Adapter,
-    ) -> Result<Vec<String>> {
+    fn write_alone(&self, parts: &Parts, model: &Path, adapter: &Adapter) -> Result<Vec<String>> {
         let config = &parts.config;
         let dtype = match self.dtype {
             None | Some(GgufType::F32) => GgmlDType::F32,
@@ -271,7 +292,7 @@ impl GgufExport {
             let Some((name, change)) = found else {
                 bail!(
                     "the adapter in {} is of the layer {module}, which llama.cpp has no adapters for, or the model in {} does not have",
-                    dir.display(),
+                    adapter.weights().dir().display(),
                     model.display()
                 );
             };
@@ -339,20 +360,12 @@ impl GgufExport {
             num_written_bytes: num_written_bytes.clone(),
         };
         let shown = self.output.display();
-        let folder = self
-            .output
-            .parent()
-            .filter(|dir| !dir.as_os_str().is_empty());
-        let folder = folder.unwrap_or(Path::new("."));
         let num_bytes = file.num_bytes();
-        check_free_space(&[SpaceNeed {
-            folder: folder.to_path_buf(),
-            num_bytes,
-            what: "the GGUF file",
-        }])?;
+        let need = self.space_of(num_bytes);
+        check_free_space(std::slice::from_ref(&need))?;
         let cannot =
             |err: &dyn std::fmt::Display| Error::msg(format!("cannot write {shown}: {err}"));
-        fs::create_dir_all(folder).map_err(|err| cannot(&err))?;
+        fs::create_dir_all(&need.folder).map_err(|err| cannot(&err))?;
         let mut out = WholeFile::create(&self.output).map_err(|err| cannot(&err))?;
         let done = move || num_written_bytes.load(Ordering::Relaxed);
         let writing = Activity::of_bytes("writing the GGUF file", Some(num_bytes), done);

@@ -234,7 +234,11 @@ impl TrainingRun<'_> {
     /// What the run will write.
     pub(crate) fn space_needs(&self, save: &HfSave) -> Result<Vec<SpaceNeed>> {
         let keeps_best = self.data.eval_samples.is_some();
-        self.spec.space_needs(save, &self.whole, keeps_best)
+        let mut needs = self.spec.space_needs(save, &self.whole, keeps_best)?;
+        if let Some(export) = self.gguf_export() {
+            needs.push(export.space_need(&self.spec.config)?);
+        }
+        Ok(needs)
     }
 
     /// Checks what can be checked, trains and saves: how it ended, and whether a failure is another rank's.

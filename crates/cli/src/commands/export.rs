@@ -54,8 +54,11 @@ pub(crate) struct Export {
 const NOW_HINT: &str =
     "hint: --model names the folder where the model with which the run began is now";
 
-/// Weights are cut into files of this size if nothing is said.
-const MAX_SHARD_SIZE: usize = 5_000_000_000;
+/// The checkpoint in a folder, all of which is read and compared with its checksums.
+fn open(dir: &Path) -> Result<TrainingCheckpoint> {
+    let _reading = Activity::start("reading the checkpoint");
+    TrainingCheckpoint::open(&ProcessGroup::single(Device::Cpu), dir)
+}
 
 impl Export {
     /// Writes the folder, or the file.
@@ -128,8 +131,7 @@ impl Export {
             }
             return resolve_model(&self.source).map(GgufSource::Model);
         }
-        let world = ProcessGroup::single(Device::Cpu);
-        let checkpoint = TrainingCheckpoint::open(&world, dir)?;
+        let checkpoint = open(dir)?;
         let model = match checkpoint.manifest().lora.is_some() {
             true => Some(self.source_folder(&checkpoint)?),
             false => {
@@ -139,7 +141,7 @@ impl Export {
             }
         };
         Ok(GgufSource::Checkpoint {
-            dir: dir.to_path_buf(),
+            checkpoint: Box::new(checkpoint),
             model,
         })
     }
@@ -162,10 +164,7 @@ impl Export {
                 dir.display()
             );
         }
-        let world = ProcessGroup::single(Device::Cpu);
-        let reading = Activity::start("reading the checkpoint");
-        let checkpoint = TrainingCheckpoint::open(&world, dir)?;
-        drop(reading);
+        let checkpoint = open(dir)?;
         let record = TrainingRecord::of(&checkpoint)?;
         let source = self.source(&checkpoint, &record)?;
         let sidecars = checkpoint.sidecars()?;
@@ -181,12 +180,13 @@ impl Export {
             (None, None) => None,
         };
         let inputs = source.iter().map(|source| source.dir().to_path_buf());
+        let save = HfSave::new(&self.output, with_config_dtype(sidecars, dtype)?);
         let save = HfSave {
             dtype,
-            max_file_bytes: self.max_shard_size.unwrap_or(MAX_SHARD_SIZE),
+            max_file_bytes: self.max_shard_size.unwrap_or(save.max_file_bytes),
             overwrite: self.overwrite,
             inputs: inputs.chain([dir.to_path_buf()]).collect(),
-            ..HfSave::new(&self.output, with_config_dtype(sidecars, dtype)?)
+            ..save
         };
         save.check_output()?;
         let written = save.num_written_bytes.clone();

@@ -9,7 +9,8 @@ use safetensors::Dtype;
 use serde_json::{Value, json};
 
 use super::folder::{Tensors, edit_json, fixture};
-use super::workspace::Workspace;
+use super::program::Program;
+use super::workspace::{Workspace, candle_train};
 
 /// A model, and what it is made for.
 pub struct Case {
@@ -201,4 +202,19 @@ pub fn rewrite(from: &Path, to: &Path, edit: &[(&str, Option<GgufValue>)]) {
     };
     gguf.write(&weights, &mut File::create(to).unwrap())
         .unwrap();
+}
+
+/// Writes a model, a checkpoint or an adapter as a GGUF file.
+pub fn export(source: &Path, file: &Path) -> Program {
+    candle_train("export")
+        .argument(source.display())
+        .argument(file.display())
+}
+
+/// The model that comes with the examples.
+pub fn bundled() -> &'static Path {
+    Path::new(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../examples/assets/shakespeare-llama"
+    ))
 }

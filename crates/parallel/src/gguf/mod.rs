@@ -17,4 +17,4 @@ pub use metadata::GgufMetadata;
 pub use reader::GgufReader;
 pub(crate) use reader::StoredRows;
 pub use tensor::{GgufContent, GgufTensor, RowChange};
-pub use weights::{MergedModel, Weights};
+pub use weights::{CheckpointWeights, MergedModel, Weights};

@@ -47,6 +47,12 @@ impl GgufReader {
     /// It cannot be read, is no GGUF, or is cut off.
     pub fn open(path: &Path) -> Result<Self> {
         let map = map(path)?;
+        if !map.starts_with(b"GGUF") {
+            bail!(
+                "{} is no GGUF file: it does not begin with GGUF",
+                path.display()
+            );
+        }
         let fail = |what: &str| {
             Error::msg(format!(
                 "{} ({} bytes) is not a complete GGUF file: {what}\nhint: it may be cut off or damaged; fetch or export it again",

@@ -48,26 +48,34 @@ impl Weights for Checkpoint {
     }
 }
 
-/// The model of a run's checkpoint, with what was not trained from the model with which the run began.
-impl Weights for (&TrainingCheckpoint, Option<&Checkpoint>) {
+/// The model of a run's checkpoint.
+pub struct CheckpointWeights<'a> {
+    /// The checkpoint.
+    pub checkpoint: &'a TrainingCheckpoint,
+    /// The model with which the run began, for what was not trained.
+    pub source: Option<&'a Checkpoint>,
+}
+
+impl Weights for CheckpointWeights<'_> {
     fn names(&self) -> Vec<String> {
-        let params = self.0.manifest().params.iter();
+        let params = self.checkpoint.manifest().params.iter();
         params.map(|param| param.name.clone()).collect()
     }
 
     fn dtype(&self, name: &str) -> Result<DType> {
-        let mut params = self.0.manifest().params.iter();
+        let mut params = self.checkpoint.manifest().params.iter();
         match params.find(|param| param.name == name) {
             Some(param) => param.stored_dtype.parse().map_err(Error::wrap),
             None => bail!(
                 "the checkpoint {} has no parameter {name}",
-                self.0.dir().display()
+                self.checkpoint.dir().display()
             ),
         }
     }
 
     fn rows(&self, name: &str, shape: &[usize], rows: Range<usize>) -> Result<Vec<f32>> {
-        self.0.read_range(name, shape, offsets(shape, rows), self.1)
+        self.checkpoint
+            .read_range(name, shape, offsets(shape, rows), self.source)
     }
 }
 

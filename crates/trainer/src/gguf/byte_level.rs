@@ -197,6 +197,16 @@ mod tests {
     }
 
     #[test]
+    fn the_guide_names_each() {
+        let guide = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/gguf.md");
+        let guide = std::fs::read_to_string(guide).unwrap();
+        let missing = KNOWN
+            .iter()
+            .find(|pre| !guide.contains(&format!("`{}`", pre.name)));
+        assert_eq!(missing, None);
+    }
+
+    #[test]
     fn others_are_refused() {
         let split = |regex: &str| -> Vec<Value> {
             let split = json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
