@@ -7,12 +7,14 @@
 //!
 //! With `--rows N` it prints the forward pass of N rows, as a model that generates has, in GB/s of weights that are read, each a row's share of
 //! which is that of a plain sum over as many bytes; weights take turns, so that none is in a cache.
+//!
+//! With `--choose`, on a processor with AMX, it prints how well the code chooses by what products of f32 are multiplied, and what would be better.
 
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use candle_ops::{
-    HeldRows, MatmulPrecision, linear_forward, linear_input_grad, linear_of_few_rows,
-    linear_weight_grad_into,
+    HeldRows, MatmulPrecision, ProductChoice, ProductSize, linear_forward, linear_input_grad,
+    linear_of_few_rows, linear_weight_grad_into,
 };
 use rayon::prelude::*;
 use std::hint::black_box;
@@ -85,19 +87,32 @@ fn main() -> Result<()> {
 
 fn run() -> Result<()> {
     let (mut python, mut turns, mut rows) = (None, 7, None);
+    let mut chooses = false;
     let mut args = std::env::args().skip(1);
     while let Some(flag) = args.next() {
+        match flag.as_str() {
+            "--serve" => return serve(),
+            "--choose" => {
+                chooses = true;
+                continue;
+            }
+            _ => {}
+        }
         match (flag.as_str(), args.next()) {
             ("--python", Some(program)) => python = Some(program),
             ("--turns", Some(number)) => turns = number.parse::<usize>().map_err(Error::wrap)?,
             ("--rows", Some(number)) => rows = Some(number.parse::<usize>().map_err(Error::wrap)?),
-            _ => bail!("expected --python PYTHON, --turns N or --rows N, got {flag}"),
+            _ => bail!("expected --python PYTHON, --turns N, --rows N or --choose, got {flag}"),
         }
+    }
+    if chooses {
+        return compare_choices(turns);
     }
     if let Some(rows) = rows {
         return bench_few_rows(rows, turns);
     }
-    let mut torch = python.map(|python| Torch::start(&python)).transpose()?;
+    let torch = python.map(|python| Other::start(Command::new(python).arg(SCRIPT)));
+    let mut torch = torch.transpose()?;
     let mut precisions = vec![
         (DType::F32, MatmulPrecision::Highest),
         (DType::BF16, MatmulPrecision::Highest),
@@ -262,30 +277,16 @@ fn secs_of_passes(
     sizes: [usize; 3],
     dtype: DType,
     turns: usize,
-    mut torch: Option<&mut Torch>,
+    mut torch: Option<&mut Other>,
 ) -> Result<[[f64; 2]; 3]> {
-    let [rows, num_in, num_out] = sizes;
-    let random = |dims: (usize, usize)| -> Result<Tensor> {
-        Tensor::randn(0f32, 1.0, dims, &Device::Cpu)?.to_dtype(dtype)
-    };
-    let (xs, weight) = (random((rows, num_in))?, random((num_out, num_in))?);
-    let dy = random((rows, num_out))?;
-    let dw = Tensor::zeros(num_out * num_in, DType::F32, &Device::Cpu)?;
-    let run = |pass| -> Result<()> {
-        match pass {
-            0 => drop(black_box(linear_forward(&xs, &weight, None)?)),
-            1 => drop(black_box(linear_input_grad(&dy, &weight)?)),
-            _ => linear_weight_grad_into(&dw, false, &dy, &xs)?,
-        }
-        Ok(())
-    };
+    let operands = Operands::new(sizes, dtype)?;
     let mut fewest = [[f64::INFINITY; 2]; 3];
     for _ in 0..turns {
         for (pass, fewest) in fewest.iter_mut().enumerate() {
             pause();
             for _ in 0..RUNS {
                 let start = Instant::now();
-                run(pass)?;
+                operands.multiply(pass)?;
                 fewest[0] = fewest[0].min(start.elapsed().as_secs_f64());
             }
             if let Some(torch) = &mut torch {
@@ -296,28 +297,167 @@ fn secs_of_passes(
     Ok(fewest)
 }
 
-/// The child process that multiplies with PyTorch.
-struct Torch {
+/// What the products of a linear layer multiply.
+struct Operands {
+    xs: Tensor,
+    weight: Tensor,
+    dy: Tensor,
+    dw: Tensor,
+}
+
+impl Operands {
+    fn new([rows, num_in, num_out]: [usize; 3], dtype: DType) -> Result<Self> {
+        let random = |dims: (usize, usize)| -> Result<Tensor> {
+            Tensor::randn(0f32, 1.0, dims, &Device::Cpu)?.to_dtype(dtype)
+        };
+        Ok(Self {
+            xs: random((rows, num_in))?,
+            weight: random((num_out, num_in))?,
+            dy: random((rows, num_out))?,
+            dw: Tensor::zeros(num_out * num_in, DType::F32, &Device::Cpu)?,
+        })
+    }
+
+    /// Computes one of the [`PASSES`].
+    fn multiply(&self, pass: usize) -> Result<()> {
+        match pass {
+            0 => drop(black_box(linear_forward(&self.xs, &self.weight, None)?)),
+            1 => drop(black_box(linear_input_grad(&self.dy, &self.weight)?)),
+            _ => linear_weight_grad_into(&self.dw, false, &self.dy, &self.xs)?,
+        }
+        Ok(())
+    }
+}
+
+/// Rows, columns and values along `k` of products that are compared.
+const EXTENTS: [usize; 6] = [32, 64, 128, 256, 512, 1024];
+
+/// A product by multiply-adds and by parts.
+struct Compared {
+    size: ProductSize,
+    /// Seconds of each.
+    secs: [f64; 2],
+}
+
+impl Compared {
+    /// The logarithm of how many times as long one takes as the faster one.
+    fn loss(&self, by_parts: bool) -> f64 {
+        (self.secs[usize::from(by_parts)] / self.secs[0].min(self.secs[1])).ln()
+    }
+}
+
+/// Compares what the code chooses for products of f32 with what is faster.
+fn compare_choices(turns: usize) -> Result<()> {
+    if !MatmulPrecision::matters_on(&Device::Cpu) {
+        bail!(
+            "--choose: expected a processor with AMX, and CANDLE_TRAIN_PRODUCTS not set: else there is one way to multiply f32"
+        );
+    }
+    let mut by_fma = Other::of_choice(ProductChoice::Fma)?;
+    for (precision, parts) in [
+        (MatmulPrecision::Highest, ProductChoice::ThreeParts),
+        (MatmulPrecision::High, ProductChoice::TwoParts),
+    ] {
+        let mut by_parts = Other::of_choice(parts)?;
+        println!(
+            "| {precision}, cube of | multiply-adds, GFLOP/s | {parts} parts | chosen |\n|---|---|---|---|"
+        );
+        let mut all = Vec::new();
+        for place in 0..EXTENTS.len().pow(3) {
+            let extent = |i| EXTENTS[place / EXTENTS.len().pow(i) % EXTENTS.len()];
+            let [rows, num_k, cols] = [extent(0), extent(1), extent(2)];
+            let mut secs = [f64::INFINITY; 2];
+            for _ in 0..turns {
+                for (fewest, way) in secs.iter_mut().zip([&mut by_fma, &mut by_parts]) {
+                    let secs = way.secs(PASSES[0], DType::F32, [rows, num_k, cols])?;
+                    *fewest = fewest.min(secs);
+                }
+            }
+            let size = ProductSize { rows, cols, num_k };
+            if rows == cols && cols == num_k {
+                let speeds = secs.map(|secs| 2.0 * (rows * cols * num_k) as f64 / secs / 1e9);
+                println!(
+                    "| {rows} | {:.0} | {:.0} | {} |",
+                    speeds[0],
+                    speeds[1],
+                    ProductChoice::fastest(size, precision)
+                );
+            }
+            all.push(Compared { size, secs });
+        }
+        let loss = |by_parts: &dyn Fn(ProductSize) -> bool| {
+            let losses = all.iter().map(|one| one.loss(by_parts(one.size)));
+            (losses.sum::<f64>() / all.len() as f64).exp()
+        };
+        let sides = all.iter().map(|one| one.size.harmonic_mean());
+        let from = |side: f64| loss(&|size| size.harmonic_mean() > side);
+        let best = sides.min_by(|a, b| from(*a).total_cmp(&from(*b)));
+        let best = best.unwrap_or_default();
+        println!(
+            "\nTime over that of the faster way, geometric mean of {} products: multiply-adds {:.3}, {parts} parts {:.3}, as the code chooses {:.3}, \
+             parts of more than {best:.0} {:.3}.\n",
+            all.len(),
+            loss(&|_| false),
+            loss(&|_| true),
+            loss(&|size| ProductChoice::fastest(size, precision) == parts),
+            from(best)
+        );
+    }
+    Ok(())
+}
+
+/// Answers what [`Other::secs`] asks.
+fn serve() -> Result<()> {
+    for line in std::io::stdin().lines() {
+        let line = line?;
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let [pass, dtype, sizes @ .., runs] = words.as_slice() else {
+            bail!("expected a product, got {line}");
+        };
+        let numbers = sizes.iter().map(|word| word.parse().map_err(Error::wrap));
+        let numbers = numbers.collect::<Result<Vec<usize>>>()?;
+        let sizes = numbers.as_slice().try_into().map_err(Error::wrap)?;
+        let operands = Operands::new(sizes, dtype.parse().map_err(Error::wrap)?)?;
+        let pass = PASSES.iter().position(|name| name == pass);
+        let pass = pass.ok_or_else(|| Error::msg(format!("expected a pass, got {line}")))?;
+        pause();
+        let runs = runs.parse().map_err(Error::wrap)?;
+        println!("{}", fewest_secs(runs, || operands.multiply(pass))?);
+    }
+    Ok(())
+}
+
+/// A child process that multiplies in another way.
+struct Other {
+    name: String,
     child: Child,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
 }
 
-impl Torch {
-    fn start(python: &str) -> Result<Self> {
-        let mut child = Command::new(python)
-            .arg(SCRIPT)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .map_err(|err| Error::msg(format!("--python {python}: {err}")))?;
+impl Other {
+    /// This program with another choice.
+    fn of_choice(choice: ProductChoice) -> Result<Self> {
+        let mut program = Command::new(std::env::current_exe()?);
+        Self::start(
+            program
+                .arg("--serve")
+                .env("CANDLE_TRAIN_PRODUCTS", choice.to_string()),
+        )
+    }
+
+    fn start(command: &mut Command) -> Result<Self> {
+        let name = format!("{command:?}");
+        let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let mut child = child.map_err(|error| Error::msg(format!("{name}: {error}")))?;
         match (child.stdin.take(), child.stdout.take()) {
             (Some(stdin), Some(stdout)) => Ok(Self {
+                name,
                 child,
                 stdin,
                 stdout: BufReader::new(stdout),
             }),
-            _ => bail!("--python {python}: it has no pipes"),
+            _ => bail!("{name}: it has no pipes"),
         }
     }
 
@@ -337,12 +477,12 @@ impl Torch {
         self.stdout.read_line(&mut answer)?;
         match answer.trim().parse() {
             Ok(secs) => Ok(secs),
-            Err(_) => bail!("{SCRIPT}: expected seconds of {pass}, got {answer:?}"),
+            Err(_) => bail!("{}: expected seconds of {pass}, got {answer:?}", self.name),
         }
     }
 }
 
-impl Drop for Torch {
+impl Drop for Other {
     fn drop(&mut self) {
         // Nobody waits for its next answer.
         let _ = self.child.kill();

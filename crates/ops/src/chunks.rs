@@ -1,7 +1,10 @@
 //! Cutting a pass over memory into chunks for the cores, the same way whatever the number of threads.
 
+#![allow(unsafe_code)]
+
 use crate::vectorised::vectorised;
 use rayon::prelude::*;
+use std::marker::PhantomData;
 
 /// Below this many elements of work, waking other threads costs more than it saves.
 const INLINE_ELEMENTS: usize = 1 << 14;
@@ -30,23 +33,66 @@ fn is_parallel(work: usize) -> bool {
     work > INLINE_ELEMENTS
 }
 
+/// Calls `f(i)` for `i` in `0..count`; `work` is the number of elements of the whole pass.
+fn for_each_index(count: usize, work: usize, f: impl Fn(usize) + Sync) {
+    match is_parallel(work) {
+        true => on_all_threads(count, &f),
+        false => (0..count).for_each(f),
+    }
+}
+
+/// Not generic: what divides work among threads is long, and would be compiled once more for each pass.
+fn on_all_threads(count: usize, f: &(dyn Fn(usize) + Sync)) {
+    (0..count).into_par_iter().for_each(f);
+}
+
+/// The chunks of a slice, each for one thread.
+struct Chunks<'a, T> {
+    data: *mut T,
+    len: usize,
+    chunk_len: usize,
+    lifetime: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: threads get parts that do not overlap, as promised to `Chunks::get`.
+unsafe impl<T: Send> Sync for Chunks<'_, T> {}
+
+impl<'a, T> Chunks<'a, T> {
+    fn new(values: &'a mut [T], chunk_len: usize) -> Self {
+        Self {
+            data: values.as_mut_ptr(),
+            len: values.len(),
+            chunk_len: chunk_len.max(1),
+            lifetime: PhantomData,
+        }
+    }
+
+    fn count(&self) -> usize {
+        self.len.div_ceil(self.chunk_len)
+    }
+
+    /// # Safety
+    /// Nobody gets the same chunk while this one lives.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn get(&self, i: usize) -> &mut [T] {
+        let start = i * self.chunk_len;
+        assert!(start < self.len);
+        let len = self.chunk_len.min(self.len - start);
+        // SAFETY: inside the slice that this borrows, and the only access to these elements as the caller promises.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
+    }
+}
+
 /// Calls `f(i, chunk)` on each chunk of `out`; `work` is the number of elements of the whole pass.
 pub(crate) fn for_each_chunk<T: Send>(
     out: &mut [T],
     chunk_len: usize,
     work: usize,
-    f: impl Fn(usize, &mut [T]) + Send + Sync,
+    f: impl Fn(usize, &mut [T]) + Sync,
 ) {
-    let chunk_len = chunk_len.max(1);
-    if is_parallel(work) {
-        out.par_chunks_mut(chunk_len)
-            .enumerate()
-            .for_each(|(i, chunk)| f(i, chunk));
-    } else {
-        out.chunks_mut(chunk_len)
-            .enumerate()
-            .for_each(|(i, chunk)| f(i, chunk));
-    }
+    let chunks = Chunks::new(out, chunk_len);
+    // SAFETY: each index comes once.
+    for_each_index(chunks.count(), work, |i| f(i, unsafe { chunks.get(i) }));
 }
 
 /// Calls `f(i, chunk of a, chunk of b)` on each pair of chunks of two buffers with equally many chunks.
@@ -54,29 +100,31 @@ pub(crate) fn for_each_chunk2<A: Send, B: Send>(
     (a, a_len): (&mut [A], usize),
     (b, b_len): (&mut [B], usize),
     work: usize,
-    f: impl Fn(usize, &mut [A], &mut [B]) + Send + Sync,
+    f: impl Fn(usize, &mut [A], &mut [B]) + Sync,
 ) {
-    let (a_len, b_len) = (a_len.max(1), b_len.max(1));
-    if is_parallel(work) {
-        let pairs = a.par_chunks_mut(a_len).zip(b.par_chunks_mut(b_len));
-        pairs.enumerate().for_each(|(i, (a, b))| f(i, a, b));
-    } else {
-        let pairs = a.chunks_mut(a_len).zip(b.chunks_mut(b_len));
-        pairs.enumerate().for_each(|(i, (a, b))| f(i, a, b));
-    }
+    let (a, b) = (Chunks::new(a, a_len), Chunks::new(b, b_len));
+    let count = a.count().min(b.count());
+    for_each_index(count, work, |i| {
+        // SAFETY: each index comes once.
+        let (a, b) = unsafe { (a.get(i), b.get(i)) };
+        f(i, a, b);
+    });
 }
 
 /// `f(i)` for `i` in `0..count`; `work` is the number of elements of the whole pass.
 pub(crate) fn map_indices<R: Send>(
     count: usize,
     work: usize,
-    f: impl Fn(usize) -> R + Send + Sync,
+    f: impl Fn(usize) -> R + Sync,
 ) -> Vec<R> {
-    if is_parallel(work) {
-        (0..count).into_par_iter().map(f).collect()
-    } else {
-        (0..count).map(f).collect()
-    }
+    let mut results = Vec::with_capacity(count);
+    let spare = &mut results.spare_capacity_mut()[..count];
+    for_each_chunk(spare, 1, work, |i, result| {
+        result[0].write(f(i));
+    });
+    // SAFETY: each of these was written.
+    unsafe { results.set_len(count) };
+    results
 }
 
 /// Writes, or adds if `add`, the sum of the partial sums, each as long as `dst` and added in chunk order; in f64, so
@@ -105,4 +153,34 @@ pub(crate) fn sum_partials(dst: &mut [f32], add: bool, partials: &[f32]) {
             }
         },
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{INLINE_ELEMENTS, for_each_chunk, for_each_chunk2, map_indices};
+
+    /// On one thread and on several: each element belongs to one chunk, the last of which may be shorter.
+    #[test]
+    fn chunks_are_all_of_a_slice() {
+        for work in [0, 2 * INLINE_ELEMENTS] {
+            for (len, chunk_len) in [(0, 3), (1, 3), (3, 3), (1000, 7), (1001, 0), (5, 9)] {
+                let mut values = vec![0; len];
+                for_each_chunk(&mut values, chunk_len, work, |i, chunk| {
+                    assert!(chunk.len() <= chunk_len.max(1));
+                    chunk.iter_mut().for_each(|value| *value += i + 1);
+                });
+                let want = (0..len).map(|i| i / chunk_len.max(1) + 1);
+                assert!(values.into_iter().eq(want), "{len} in {chunk_len}, {work}");
+            }
+            let (mut a, mut b) = (vec![0; 99], vec![String::new(); 25]);
+            for_each_chunk2((&mut a, 4), (&mut b, 1), work, |i, a, b| {
+                a.fill(i);
+                b[0] = i.to_string();
+            });
+            assert!((0..99).map(|i| i / 4).eq(a));
+            assert!((0..25).map(|i| i.to_string()).eq(b));
+            let texts = map_indices(1000, work, |i| i.to_string());
+            assert!((0..1000).map(|i| i.to_string()).eq(texts));
+        }
+    }
 }

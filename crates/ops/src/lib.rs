@@ -118,7 +118,7 @@ pub use master_remainder::{join_master, split_master};
 pub use matmul_precision::MatmulPrecision;
 pub use op_output::OpOutput;
 pub use packed_weight::{LinearWeight, PackedWeight};
-pub use product_choice::ProductChoice;
+pub use product_choice::{ProductChoice, ProductSize};
 pub use profile::{OpTime, Profile};
 pub use quantized::{
     QuantizedType, dequantize_rows_into, dequantize_sum_into, quantize_rows,

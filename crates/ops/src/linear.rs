@@ -17,7 +17,7 @@ use crate::matrix::{Addend, Factors, Matrix};
 use crate::matrix_product::{new_product, parallel_product};
 use crate::op_timer;
 use crate::packed_weight::{LinearWeight, PackedWeight, WeightUse};
-use crate::{OpOutput, ProductChoice, with_backward2, with_backward3};
+use crate::{OpOutput, ProductChoice, ProductSize, with_backward2, with_backward3};
 use candle_core::{DType, Result, Tensor, bail};
 
 const NAME: &str = "linear";
@@ -283,8 +283,12 @@ impl Rows {
     fn compute<T: Element>(&self, addend: Addend<'_, T>, packed: Option<&PackedWeight>) -> Vec<T> {
         let (xs, weight) = (self.xs.read_as::<T>(), self.weight.read_as::<T>());
         let factors = self.factors(&xs, &weight);
-        let panels =
-            packed.and_then(|packed| packed.panels(WeightUse::Forward, self.rows, factors.rhs));
+        let size = ProductSize {
+            rows: self.rows,
+            cols: self.num_out,
+            num_k: self.num_in,
+        };
+        let panels = packed.and_then(|packed| packed.panels(WeightUse::Forward, size, factors.rhs));
         let panels = panels.as_deref();
         parallel_product(addend, &[Factors { panels, ..factors }])
     }

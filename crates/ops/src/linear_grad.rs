@@ -12,7 +12,7 @@ use crate::matrix::{Addend, Factors, Matrix, MatrixMut};
 use crate::matrix_product::parallel_product;
 use crate::op_timer;
 use crate::packed_weight::{LinearWeight, WeightUse};
-use crate::{OpOutput, ProductChoice};
+use crate::{OpOutput, ProductChoice, ProductSize};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Gradient of the input: `dx = dy W`, outside any graph.
@@ -88,7 +88,12 @@ fn input_grad(op: &'static str, weighted: &[(&Tensor, LinearWeight<'_>)]) -> Res
         let mut factors: Vec<_> = factors.collect::<Result<_>>()?;
         let panels = weighted.iter().zip(&factors).map(|((_, weight), factors)| {
             let packed = weight.packed?;
-            packed.panels(WeightUse::InputGrad, rows, factors.rhs)
+            let size = ProductSize {
+                rows,
+                cols: factors.rhs.cols,
+                num_k: all_out,
+            };
+            packed.panels(WeightUse::InputGrad, size, factors.rhs)
         });
         let panels: Vec<_> = panels.collect();
         for (factors, panels) in factors.iter_mut().zip(&panels) {

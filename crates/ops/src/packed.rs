@@ -139,7 +139,7 @@ impl SmallProducts for Gemm {
 macro_rules! with_small_products {
     ($t:ty, $p:ident => $expression:expr) => {{
         #[cfg(target_arch = "x86_64")]
-        $crate::product::with_kernel!($t, $crate::MatmulPrecision::Highest, K => {
+        $crate::product::with_kernel!($t, $crate::product::ANY_SIZE, $crate::MatmulPrecision::Highest, K => {
             type $p = $crate::product::Small<K>;
             return $expression;
         });

@@ -1,9 +1,10 @@
 //! Weights of linear layers in the orders in which products on the CPU read them, kept for many products.
 
+use crate::ProductSize;
 use crate::element::{Element, by_float};
 use crate::matrix::Matrix;
 #[cfg(target_arch = "x86_64")]
-use crate::product::{fill_panels, is_worth_it, new_panels, panel_bytes};
+use crate::product::{fill_panels, new_panels, panel_bytes, reads_panels};
 use candle_core::{DType, Tensor};
 use std::mem::replace;
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
@@ -63,14 +64,14 @@ impl PackedWeight {
         }
     }
 
-    /// This weight, the right matrix of a product with a left one of so many rows; `None` if that does not read it so.
+    /// This weight, the right matrix of a product of this size, or of a part of it along `k`; `None` if that does not read it so.
     pub(crate) fn panels<T: Element>(
         &self,
         which: WeightUse,
-        rows: usize,
+        size: ProductSize,
         right: Matrix<'_, T>,
     ) -> Option<Arc<Panels>> {
-        if !is_worth_it::<T>(rows, right.cols) {
+        if !reads_panels::<T>(size, right.rows) {
             return None;
         }
         // While another product puts it in order, of which this one may be a part, this one packs by itself.
@@ -110,6 +111,7 @@ fn is_float(dtype: DType) -> bool {
 
 #[cfg(not(target_arch = "x86_64"))]
 mod without_panels {
+    use crate::ProductSize;
     use crate::element::Element;
     use crate::matrix::Matrix;
     use std::sync::Arc;
@@ -126,7 +128,7 @@ mod without_panels {
         None
     }
 
-    pub(crate) fn is_worth_it<T: Element>(_rows: usize, _cols: usize) -> bool {
+    pub(crate) fn reads_panels<T: Element>(_size: ProductSize, _num_k: usize) -> bool {
         false
     }
 
@@ -137,4 +139,4 @@ pub(crate) use crate::product::Panels;
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) use without_panels::Panels;
 #[cfg(not(target_arch = "x86_64"))]
-use without_panels::{fill_panels, is_worth_it, new_panels, panel_bytes};
+use without_panels::{fill_panels, new_panels, panel_bytes, reads_panels};

@@ -36,7 +36,7 @@ mod x86_64 {
     pub(super) fn is_in_processor() -> bool {
         let features = CpuId::new().get_extended_feature_info();
         let has_tiles = features.is_some_and(|x| x.has_amx_tile() && x.has_amx_bf16());
-        has_tiles && is_x86_feature_detected!("avx512bf16")
+        has_tiles && super::has_avx512_bf16()
     }
 
     /// Asks Linux for the tiles, which it gives a process only then; an answer other than 0 is an error.

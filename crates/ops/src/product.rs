@@ -27,7 +27,7 @@ use crate::element::Element;
 use crate::lines::Line;
 use crate::matrix::{Addend, Factors, Matrix, MatrixMut};
 use crate::processor::has_avx512;
-use crate::{MatmulPrecision, ProductChoice};
+use crate::{MatmulPrecision, ProductChoice, ProductSize};
 pub(crate) use amx::Amx;
 use blocks::multiply;
 use candle_core::DType;
@@ -40,9 +40,31 @@ use std::sync::Arc;
 /// With fewer rows or columns than this, tiles are mostly empty.
 const MIN_EXTENT: usize = 28;
 
+/// Whether the panels of a right matrix (k, cols) are what a product of this size reads, of which it is all or, along `k`, a part.
+pub(crate) fn reads_panels<T: Element>(size: ProductSize, num_k: usize) -> bool {
+    let (kept, precision) = (of_many_rows(num_k, size.cols), MatmulPrecision::get());
+    let [needed, kept] = [size, kept].map(|size| instructions::<T>(size, precision));
+    is_worth_it::<T>(size.rows, size.cols) && needed == kept
+}
+
 /// Whether [`product`] can be used, and should be, for a result of `rows` by `cols`.
 pub(crate) fn is_worth_it<T: Element>(rows: usize, cols: usize) -> bool {
-    rows >= MIN_EXTENT && cols >= MIN_EXTENT && instructions::<T>(MatmulPrecision::get()).is_some()
+    rows >= MIN_EXTENT
+        && cols >= MIN_EXTENT
+        && instructions::<T>(ANY_SIZE, MatmulPrecision::get()).is_some()
+}
+
+/// Of a product whose matrices take no time beside the multiplications.
+pub(crate) const ANY_SIZE: ProductSize = ProductSize {
+    rows: usize::MAX,
+    cols: usize::MAX,
+    num_k: usize::MAX,
+};
+
+/// The size for which the panels of a right matrix (k, cols) are kept: products of few rows may be faster by other instructions.
+fn of_many_rows(num_k: usize, cols: usize) -> ProductSize {
+    let rows = usize::MAX;
+    ProductSize { rows, cols, num_k }
 }
 
 /// `out = addend + sum of lhs * rhs`, on all threads of the current pool if that is worth it.
@@ -54,16 +76,22 @@ pub(crate) unsafe fn product<T: Element, Out: Element>(
     addend: Addend<'_, Out>,
     factors: &[Factors<'_, T>],
 ) {
+    let size = ProductSize {
+        rows: out.rows,
+        cols: out.cols,
+        num_k: factors.iter().map(|factors| factors.lhs.cols).sum(),
+    };
     let precision = MatmulPrecision::get();
     // SAFETY: the processor has what the kernel needs, the rest as promised by the caller.
-    unsafe { with_kernel!(T, precision, K => multiply::<K, T, Out>(out, addend, factors)) };
+    unsafe { with_kernel!(T, size, precision, K => multiply::<K, T, Out>(out, addend, factors)) };
 }
 
 /// Memory for the panels of a right matrix (k, cols) of values of `T`, of which none is written; `None` if no product here reads such panels.
 pub(crate) fn new_panels<T: Element>(num_k: usize, cols: usize) -> Option<Panels> {
     panel_bytes::<T>(num_k, cols)?;
     let mut panels = None;
-    with_kernel!(T, MatmulPrecision::get(), K => panels = Some(Panels::new::<K>(num_k, cols)));
+    let size = of_many_rows(num_k, cols);
+    with_kernel!(T, size, MatmulPrecision::get(), K => panels = Some(Panels::new::<K>(num_k, cols)));
     panels
 }
 
@@ -73,7 +101,8 @@ pub(crate) fn panel_bytes<T: Element>(num_k: usize, cols: usize) -> Option<usize
         return None;
     }
     let mut num_lines = 0;
-    with_kernel!(T, MatmulPrecision::get(), K => num_lines = Panels::num_lines::<K>(num_k, cols));
+    let size = of_many_rows(num_k, cols);
+    with_kernel!(T, size, MatmulPrecision::get(), K => num_lines = Panels::num_lines::<K>(num_k, cols));
     Some(num_lines * size_of::<Line>())
 }
 
@@ -84,8 +113,9 @@ pub(crate) fn fill_panels<T: Element>(
     matrix: Matrix<'_, T>,
 ) {
     let precision = MatmulPrecision::get();
+    let size = of_many_rows(matrix.rows, matrix.cols);
     // SAFETY: the processor has what the kernel needs.
-    unsafe { with_kernel!(T, precision, K => fill::<K, T>(panels, is_filled, matrix)) };
+    unsafe { with_kernel!(T, size, precision, K => fill::<K, T>(panels, is_filled, matrix)) };
 }
 
 /// # Safety
@@ -110,6 +140,7 @@ unsafe fn fill<K: Kernel, T: Element>(
 }
 
 /// The kernels, by what they multiply with.
+#[derive(PartialEq)]
 pub(crate) enum Instructions {
     MultiplyAdds,
     Dots,
@@ -119,15 +150,18 @@ pub(crate) enum Instructions {
 }
 
 /// Those for values of `T`: chosen by the environment or the best; none if there is nothing here for them.
-pub(crate) fn instructions<T: Element>(precision: MatmulPrecision) -> Option<Instructions> {
+pub(crate) fn instructions<T: Element>(
+    size: ProductSize,
+    precision: MatmulPrecision,
+) -> Option<Instructions> {
     use ProductChoice::{Dots, OnePart, ThreeParts, TwoParts};
-    let is_high = precision == MatmulPrecision::High;
+    let fastest = || match T::DTYPE {
+        DType::F32 => ProductChoice::fastest(size, precision),
+        _ => ProductChoice::fastest(ANY_SIZE, precision),
+    };
     // A choice that means nothing was an error of the operation, before it came here.
     let chosen = ProductChoice::from_env().ok().flatten();
-    match (
-        T::DTYPE,
-        chosen.unwrap_or_else(|| ProductChoice::best(is_high)),
-    ) {
+    match (T::DTYPE, chosen.unwrap_or_else(fastest)) {
         (DType::BF16, OnePart | TwoParts | ThreeParts) | (DType::F32, OnePart) => {
             Some(Instructions::Tiles)
         }
@@ -138,9 +172,9 @@ pub(crate) fn instructions<T: Element>(precision: MatmulPrecision) -> Option<Ins
     }
 }
 
-/// Evaluates an expression with `$k` being the kernel for values of `$t`, if there is one.
+/// Evaluates an expression with `$k` being the kernel for a product of this size of values of `$t`, if there is one.
 macro_rules! with_kernel {
-    ($t:ty, $precision:expr, $k:ident => $expression:expr) => {{
+    ($t:ty, $size:expr, $precision:expr, $k:ident => $expression:expr) => {{
         use $crate::product::{Amx, Dots, Instructions, MultiplyAdds, instructions};
         macro_rules! with {
             ($kernel:ty) => {{
@@ -148,7 +182,7 @@ macro_rules! with_kernel {
                 $expression
             }};
         }
-        match instructions::<$t>($precision) {
+        match instructions::<$t>($size, $precision) {
             None => {}
             Some(Instructions::MultiplyAdds) => with!(MultiplyAdds),
             Some(Instructions::Dots) => with!(Dots),

@@ -1,5 +1,6 @@
 //! With what a CPU multiplies matrices, if the environment says it.
 
+use crate::MatmulPrecision;
 use crate::processor::has_amx;
 #[cfg(target_arch = "x86_64")]
 use crate::processor::has_avx512_bf16;
@@ -7,6 +8,12 @@ use candle_core::{Error, Result};
 use std::fmt::{Display, Formatter};
 use std::str::FromStr;
 use std::sync::LazyLock;
+
+/// A cube of three parts on AMX takes as long as one by multiply-adds with so many rows, as many columns and values along `k`. Parts multiply faster, but
+/// each value of a matrix costs them more. `bench_product --choose` measures this and the next one.
+const THREE_PARTS_SIDE: f64 = 256.0;
+/// The same of two parts.
+const TWO_PARTS_SIDE: f64 = 96.0;
 
 /// The variable that chooses.
 const VARIABLE: &str = "CANDLE_TRAIN_PRODUCTS";
@@ -74,14 +81,45 @@ impl ProductChoice {
         }
     }
 
-    /// The fastest of this processor that keeps so many bits of f32.
-    pub(crate) fn best(is_high: bool) -> Self {
-        match (has_amx(), is_high) {
-            (true, false) => Self::ThreeParts,
-            (true, true) => Self::TwoParts,
-            _ if Self::Dots.is_possible() => Self::Dots,
-            _ => Self::Fma,
+    /// The fastest of this processor for products of this size that keeps so many bits of f32. It depends on nothing else, so all ranks and runs
+    /// on such processors choose alike.
+    pub fn fastest(size: ProductSize, precision: MatmulPrecision) -> Self {
+        match has_amx() {
+            true => Self::fastest_with_amx(size, precision),
+            false if Self::Dots.is_possible() => Self::Dots,
+            false => Self::Fma,
         }
+    }
+
+    fn fastest_with_amx(size: ProductSize, precision: MatmulPrecision) -> Self {
+        let (parts, side) = match precision {
+            MatmulPrecision::Highest => (Self::ThreeParts, THREE_PARTS_SIDE),
+            MatmulPrecision::High => (Self::TwoParts, TWO_PARTS_SIDE),
+        };
+        match size.harmonic_mean() > side {
+            true => parts,
+            false => Self::Fma,
+        }
+    }
+}
+
+/// The size of a product of two matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProductSize {
+    /// Rows of the left matrix.
+    pub rows: usize,
+    /// Columns of the right matrix.
+    pub cols: usize,
+    /// Columns of the left matrix, which are rows of the right one.
+    pub num_k: usize,
+}
+
+impl ProductSize {
+    /// The side of the cube that has as many values of its three matrices for each multiplication: of these `rows cols num_k`, of those
+    /// `rows num_k + num_k cols + rows cols`.
+    pub fn harmonic_mean(self) -> f64 {
+        let inverses = [self.rows, self.cols, self.num_k].map(|extent| 1.0 / extent as f64);
+        3.0 / inverses.iter().sum::<f64>()
     }
 }
 
@@ -124,7 +162,31 @@ impl FromStr for ProductChoice {
 
 #[cfg(test)]
 mod tests {
-    use super::ProductChoice;
+    use super::{ProductChoice, ProductSize};
+    use crate::MatmulPrecision::{High, Highest};
+
+    #[test]
+    fn small_and_flat_products_of_f32_are_multiply_adds() {
+        use ProductChoice::{Fma, ThreeParts, TwoParts};
+        for (extents, highest, high) in [
+            ([1024, 512, 512], ThreeParts, TwoParts),
+            ([usize::MAX, 512, 512], ThreeParts, TwoParts),
+            ([128, 128, 128], Fma, TwoParts),
+            ([64, 512, 2048], Fma, TwoParts),
+            ([4096, 4096, 28], Fma, Fma),
+            ([32, 32, 32], Fma, Fma),
+            ([512, 512, 0], Fma, Fma),
+        ] {
+            // Whichever is which.
+            for turn in 0..3 {
+                let [rows, cols, num_k] = [0, 1, 2].map(|i| extents[(i + turn) % 3]);
+                let size = ProductSize { rows, cols, num_k };
+                let chosen = [Highest, High]
+                    .map(|precision| ProductChoice::fastest_with_amx(size, precision));
+                assert_eq!(chosen, [highest, high], "{size:?}");
+            }
+        }
+    }
 
     #[test]
     fn names_are_read_as_they_are_written_and_others_refused() {

@@ -109,6 +109,18 @@ pub(super) fn sums<K: Kernel>(num_k: &[usize], max_lanes: usize) -> Vec<Sum> {
     sums
 }
 
+/// On all threads. Not generic: what divides work among threads is long, and would be compiled for each kernel.
+fn for_each_task(num_tasks: usize, work: &(dyn Fn(usize) + Sync)) {
+    let tasks = (0..num_tasks).into_par_iter();
+    tasks.with_max_len(1).for_each(work);
+}
+
+/// As [`for_each_task`], with some lines for each.
+fn for_each_chunk(lines: &mut [Line], len: usize, f: &(dyn Fn(usize, &mut [Line]) + Sync)) {
+    let tasks = lines.par_chunks_mut(len).enumerate();
+    tasks.with_max_len(1).for_each(|(i, lines)| f(i, lines));
+}
+
 /// The part of a product that takes one packing of the right matrix.
 struct Block<'a, T, Out> {
     factors: &'a [Factors<'a, T>],
@@ -236,12 +248,9 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         num_tasks.min(num_panels)
     }
 
-    fn for_each(&self, num_tasks: usize, work: impl Fn(usize) + Send + Sync) {
+    fn for_each(&self, num_tasks: usize, work: impl Fn(usize) + Sync) {
         match self.is_parallel {
-            true => (0..num_tasks)
-                .into_par_iter()
-                .with_max_len(1)
-                .for_each(work),
+            true => for_each_task(num_tasks, &work),
             false => (0..num_tasks).for_each(work),
         }
     }
@@ -253,11 +262,7 @@ impl<T: Element, Out: Element> Block<'_, T, Out> {
         f: impl Fn(usize, &mut [Line]) + Sync,
     ) {
         match self.is_parallel {
-            true => lines
-                .par_chunks_mut(len)
-                .enumerate()
-                .with_max_len(1)
-                .for_each(|(i, lines)| f(i, lines)),
+            true => for_each_chunk(lines, len, &f),
             false => lines
                 .chunks_mut(len)
                 .enumerate()
