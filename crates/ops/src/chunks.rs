@@ -2,9 +2,9 @@
 
 #![allow(unsafe_code)]
 
+use crate::matrix::SharedBuffer;
 use crate::vectorised::vectorised;
 use rayon::prelude::*;
-use std::marker::PhantomData;
 
 /// Below this many elements of work, waking other threads costs more than it saves.
 const INLINE_ELEMENTS: usize = 1 << 14;
@@ -46,43 +46,6 @@ fn on_all_threads(count: usize, f: &(dyn Fn(usize) + Sync)) {
     (0..count).into_par_iter().for_each(f);
 }
 
-/// The chunks of a slice, each for one thread.
-struct Chunks<'a, T> {
-    data: *mut T,
-    len: usize,
-    chunk_len: usize,
-    lifetime: PhantomData<&'a mut [T]>,
-}
-
-// SAFETY: threads get parts that do not overlap, as promised to `Chunks::get`.
-unsafe impl<T: Send> Sync for Chunks<'_, T> {}
-
-impl<'a, T> Chunks<'a, T> {
-    fn new(values: &'a mut [T], chunk_len: usize) -> Self {
-        Self {
-            data: values.as_mut_ptr(),
-            len: values.len(),
-            chunk_len: chunk_len.max(1),
-            lifetime: PhantomData,
-        }
-    }
-
-    fn count(&self) -> usize {
-        self.len.div_ceil(self.chunk_len)
-    }
-
-    /// # Safety
-    /// Nobody gets the same chunk while this one lives.
-    #[allow(clippy::mut_from_ref)]
-    unsafe fn get(&self, i: usize) -> &mut [T] {
-        let start = i * self.chunk_len;
-        assert!(start < self.len);
-        let len = self.chunk_len.min(self.len - start);
-        // SAFETY: inside the slice that this borrows, and the only access to these elements as the caller promises.
-        unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
-    }
-}
-
 /// Calls `f(i, chunk)` on each chunk of `out`; `work` is the number of elements of the whole pass.
 pub(crate) fn for_each_chunk<T: Send>(
     out: &mut [T],
@@ -90,24 +53,30 @@ pub(crate) fn for_each_chunk<T: Send>(
     work: usize,
     f: impl Fn(usize, &mut [T]) + Sync,
 ) {
-    let chunks = Chunks::new(out, chunk_len);
-    // SAFETY: each index comes once.
-    for_each_index(chunks.count(), work, |i| f(i, unsafe { chunks.get(i) }));
+    let (chunk_len, len) = (chunk_len.max(1), out.len());
+    let out = SharedBuffer::new(out);
+    for_each_index(len.div_ceil(chunk_len), work, |i| {
+        let start = i * chunk_len;
+        let len = chunk_len.min(len - start);
+        // SAFETY: each index comes once, and their chunks do not overlap.
+        unsafe { out.change_row(start, len, |chunk| f(i, chunk)) };
+    });
 }
 
 /// Calls `f(i, chunk of a, chunk of b)` on each pair of chunks of two buffers with equally many chunks.
 pub(crate) fn for_each_chunk2<A: Send, B: Send>(
     (a, a_len): (&mut [A], usize),
-    (b, b_len): (&mut [B], usize),
+    (b, b_chunk): (&mut [B], usize),
     work: usize,
     f: impl Fn(usize, &mut [A], &mut [B]) + Sync,
 ) {
-    let (a, b) = (Chunks::new(a, a_len), Chunks::new(b, b_len));
-    let count = a.count().min(b.count());
-    for_each_index(count, work, |i| {
-        // SAFETY: each index comes once.
-        let (a, b) = unsafe { (a.get(i), b.get(i)) };
-        f(i, a, b);
+    let (b_chunk, b_len) = (b_chunk.max(1), b.len());
+    let b = SharedBuffer::new(b);
+    for_each_chunk(a, a_len, work, |i, a| {
+        let start = (i * b_chunk).min(b_len);
+        let len = b_chunk.min(b_len - start);
+        // SAFETY: as above.
+        unsafe { b.change_row(start, len, |b| f(i, a, b)) };
     });
 }
 

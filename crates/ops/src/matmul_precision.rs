@@ -14,7 +14,7 @@ pub enum MatmulPrecision {
     /// ([`ProductChoice::fastest`]).
     #[default]
     Highest,
-    /// Of fewer bits, where the device is faster so: on a CPU with AMX each number is the sum of two bf16, 16 bits, but in small products; on a GPU it is a
+    /// Of fewer bits, where the device is faster so: on a CPU with AMX each number is the sum of two bf16, 16 bits; on a GPU it is a
     /// TF32, 11 bits. Elsewhere the same as [`Self::Highest`].
     High,
 }

@@ -118,7 +118,7 @@ impl<'a, T> MatrixMut<'a, T> {
     }
 }
 
-/// A buffer of which several threads write disjoint strided matrices, such as the heads of `(t, heads, d)`.
+/// A buffer of which several threads write disjoint parts: chunks, or strided matrices such as the heads of `(t, heads, d)`.
 pub(crate) struct SharedBuffer<'a, T> {
     data: *mut T,
     len: usize,
@@ -128,7 +128,7 @@ pub(crate) struct SharedBuffer<'a, T> {
 // SAFETY: the only access is through `change_row`, whose callers keep the rows in use at one time disjoint.
 unsafe impl<T: Send> Sync for SharedBuffer<'_, T> {}
 
-impl<'a, T: Element> SharedBuffer<'a, T> {
+impl<'a, T> SharedBuffer<'a, T> {
     /// Borrows `data` for as long as threads write to it.
     pub(crate) fn new(data: &'a mut [T]) -> Self {
         Self {
@@ -138,6 +138,27 @@ impl<'a, T: Element> SharedBuffer<'a, T> {
         }
     }
 
+    /// Lets `change` change `len` elements from `start` on.
+    ///
+    /// # Safety
+    /// Nobody else uses these elements at the same time.
+    pub(crate) unsafe fn change_row(
+        &self,
+        start: usize,
+        len: usize,
+        change: impl FnOnce(&mut [T]),
+    ) {
+        assert!(
+            start + len <= self.len,
+            "row of {len} elements at {start} in a buffer of {}",
+            self.len
+        );
+        // SAFETY: the elements are in the buffer by the check above, and only ours as promised by the caller.
+        change(unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) });
+    }
+}
+
+impl<T: Element> SharedBuffer<'_, T> {
     /// Writes rows of `cols` elements, `row_stride` apart, from element `start` on, or if `ADD` adds them to what is there: values, each times the factor of
     /// its row, rounded.
     ///
@@ -165,25 +186,6 @@ impl<'a, T: Element> SharedBuffer<'a, T> {
             // SAFETY: the caller's promise.
             unsafe { self.change_row(start + row * row_stride, cols, change) };
         }
-    }
-
-    /// Lets `change` change `len` elements from `start` on.
-    ///
-    /// # Safety
-    /// Nobody else uses these elements at the same time.
-    pub(crate) unsafe fn change_row(
-        &self,
-        start: usize,
-        len: usize,
-        change: impl FnOnce(&mut [T]),
-    ) {
-        assert!(
-            start + len <= self.len,
-            "row of {len} elements at {start} in a buffer of {}",
-            self.len
-        );
-        // SAFETY: the elements are in the buffer by the check above, and only ours as promised by the caller.
-        change(unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) });
     }
 }
 

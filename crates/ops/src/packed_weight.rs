@@ -4,7 +4,7 @@ use crate::ProductSize;
 use crate::element::{Element, by_float};
 use crate::matrix::Matrix;
 #[cfg(target_arch = "x86_64")]
-use crate::product::{fill_panels, new_panels, panel_bytes, reads_panels};
+use crate::product::{fill_panels, is_worth_it, new_panels, panel_bytes};
 use candle_core::{DType, Tensor};
 use std::mem::replace;
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
@@ -71,7 +71,7 @@ impl PackedWeight {
         size: ProductSize,
         right: Matrix<'_, T>,
     ) -> Option<Arc<Panels>> {
-        if !reads_panels::<T>(size, right.rows) {
+        if !is_worth_it::<T>(size.rows, size.cols) {
             return None;
         }
         // While another product puts it in order, of which this one may be a part, this one packs by itself.
@@ -81,7 +81,7 @@ impl PackedWeight {
             Err(TryLockError::WouldBlock) => return None,
         };
         let was_filled = replace(&mut slot.is_filled, false);
-        fill_panels(&mut slot.panels, was_filled, right);
+        fill_panels(&mut slot.panels, was_filled, right, size);
         slot.is_filled = true;
         Some(slot.panels.clone())
     }
@@ -128,15 +128,21 @@ mod without_panels {
         None
     }
 
-    pub(crate) fn reads_panels<T: Element>(_size: ProductSize, _num_k: usize) -> bool {
+    pub(crate) fn is_worth_it<T: Element>(_rows: usize, _cols: usize) -> bool {
         false
     }
 
-    pub(crate) fn fill_panels<T: Element>(_: &mut Arc<Panels>, _: bool, _: Matrix<'_, T>) {}
+    pub(crate) fn fill_panels<T: Element>(
+        _: &mut Arc<Panels>,
+        _: bool,
+        _: Matrix<'_, T>,
+        _: ProductSize,
+    ) {
+    }
 }
 #[cfg(target_arch = "x86_64")]
 pub(crate) use crate::product::Panels;
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) use without_panels::Panels;
 #[cfg(not(target_arch = "x86_64"))]
-use without_panels::{fill_panels, new_panels, panel_bytes, reads_panels};
+use without_panels::{fill_panels, is_worth_it, new_panels, panel_bytes};

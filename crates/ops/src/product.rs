@@ -40,13 +40,6 @@ use std::sync::Arc;
 /// With fewer rows or columns than this, tiles are mostly empty.
 const MIN_EXTENT: usize = 28;
 
-/// Whether the panels of a right matrix (k, cols) are what a product of this size reads, of which it is all or, along `k`, a part.
-pub(crate) fn reads_panels<T: Element>(size: ProductSize, num_k: usize) -> bool {
-    let (kept, precision) = (of_many_rows(num_k, size.cols), MatmulPrecision::get());
-    let [needed, kept] = [size, kept].map(|size| instructions::<T>(size, precision));
-    is_worth_it::<T>(size.rows, size.cols) && needed == kept
-}
-
 /// Whether [`product`] can be used, and should be, for a result of `rows` by `cols`.
 pub(crate) fn is_worth_it<T: Element>(rows: usize, cols: usize) -> bool {
     rows >= MIN_EXTENT
@@ -61,10 +54,9 @@ pub(crate) const ANY_SIZE: ProductSize = ProductSize {
     num_k: usize::MAX,
 };
 
-/// The size for which the panels of a right matrix (k, cols) are kept: products of few rows may be faster by other instructions.
-fn of_many_rows(num_k: usize, cols: usize) -> ProductSize {
-    let rows = usize::MAX;
-    ProductSize { rows, cols, num_k }
+/// The size of the products for which there is room for the panels of a right matrix of so many columns: those that read the largest ones.
+fn with_most_panels(cols: usize) -> ProductSize {
+    ProductSize { cols, ..ANY_SIZE }
 }
 
 /// `out = addend + sum of lhs * rhs`, on all threads of the current pool if that is worth it.
@@ -90,7 +82,7 @@ pub(crate) unsafe fn product<T: Element, Out: Element>(
 pub(crate) fn new_panels<T: Element>(num_k: usize, cols: usize) -> Option<Panels> {
     panel_bytes::<T>(num_k, cols)?;
     let mut panels = None;
-    let size = of_many_rows(num_k, cols);
+    let size = with_most_panels(cols);
     with_kernel!(T, size, MatmulPrecision::get(), K => panels = Some(Panels::new::<K>(num_k, cols)));
     panels
 }
@@ -101,19 +93,20 @@ pub(crate) fn panel_bytes<T: Element>(num_k: usize, cols: usize) -> Option<usize
         return None;
     }
     let mut num_lines = 0;
-    let size = of_many_rows(num_k, cols);
+    let size = with_most_panels(cols);
     with_kernel!(T, size, MatmulPrecision::get(), K => num_lines = Panels::num_lines::<K>(num_k, cols));
     Some(num_lines * size_of::<Line>())
 }
 
-/// Writes the panels of a right matrix for which a product [is worth it](is_worth_it), if they are not those already that this process needs now.
+/// Writes the panels of a right matrix for a product of this size that [is worth it](is_worth_it), which may be of more values along `k`; if they are not those
+/// already that it reads.
 pub(crate) fn fill_panels<T: Element>(
     panels: &mut Arc<Panels>,
     is_filled: bool,
     matrix: Matrix<'_, T>,
+    size: ProductSize,
 ) {
     let precision = MatmulPrecision::get();
-    let size = of_many_rows(matrix.rows, matrix.cols);
     // SAFETY: the processor has what the kernel needs.
     unsafe { with_kernel!(T, size, precision, K => fill::<K, T>(panels, is_filled, matrix)) };
 }
@@ -140,7 +133,6 @@ unsafe fn fill<K: Kernel, T: Element>(
 }
 
 /// The kernels, by what they multiply with.
-#[derive(PartialEq)]
 pub(crate) enum Instructions {
     MultiplyAdds,
     Dots,

@@ -141,6 +141,12 @@ fn five_ranks_two_per_host() {
 }
 
 #[test]
+fn six_ranks_three_per_host() {
+    let test = "mpi_bits::six_ranks_three_per_host";
+    run_on_hosts(test, (6, 3), |world| check(&world));
+}
+
+#[test]
 fn seven_ranks_four_per_host() {
     let test = "mpi_bits::seven_ranks_four_per_host";
     run_on_hosts(test, (7, 4), |world| check(&world));
