@@ -4,6 +4,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use candle_comm::{ProcessGroup, ReduceOp, launch};
 use candle_core::{DType, Device, Result, Tensor};
+use safetensors::View;
 
 use crate::conformance::ops;
 use crate::mpi::conforms;
@@ -20,9 +21,7 @@ pub fn any_bits(seed: u64, rank: usize, dims: &[usize], dtype: DType) -> Result<
 
 /// The bytes of a tensor.
 pub fn raw(xs: &Tensor) -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    xs.write_bytes(&mut bytes)?;
-    Ok(bytes)
+    Ok(xs.force_contiguous()?.data().into_owned())
 }
 
 fn hash(xs: &Tensor) -> Result<u64> {
