@@ -6,12 +6,9 @@
 #![allow(unsafe_code)]
 
 use crate::element::Element;
-use crate::lanes;
 use crate::lines::{LANES, Line, floats, floats_mut};
 use crate::matrix::{Factors, Matrix};
-#[cfg(target_arch = "x86_64")]
-use crate::processor::has_avx512;
-use crate::vectorised::vectorised;
+use crate::vector::{Kernel, Vector, run_widest};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -28,17 +25,27 @@ const TASK_BYTES: usize = 1 << 17;
 
 /// The rows of a matrix.
 pub(crate) trait WeightRows: Sync {
+    /// Whether its values are not f32, so that for more than [`ROWS_AT_ONCE`] rows they are made f32 once for all.
+    const ARE_UNPACKED: bool = true;
+
     fn row_bytes(&self) -> usize;
 
-    /// Adds to the sums of each of [`COLS_AT_ONCE`] rows at most from `first` on the products of its values from `start` on, a multiple of
-    /// [`SEGMENT`], with `R` rows of as many.
-    fn add_dots<const R: usize>(
+    /// The products of the values of each of `C` rows from `first` on, from value `start` on, a multiple of [`SEGMENT`], with `R` rows of as many.
+    ///
+    /// # Safety
+    /// As for `V`.
+    unsafe fn dots<V: Vector, const C: usize, const R: usize>(
         &self,
         first: usize,
         start: usize,
         xs: [&[f32]; R],
-        sums: &mut [[f32; R]],
-    );
+    ) -> [[f32; R]; C];
+
+    /// Writes the values of a row from `start` on, as above, in f32.
+    ///
+    /// # Safety
+    /// As for `V`.
+    unsafe fn unpack<V: Vector>(&self, row: usize, start: usize, values: &mut [f32]);
 }
 
 /// Rows of values in f32, each from the start of a cache line on.
@@ -106,107 +113,81 @@ impl<'a, T> Floats<'a, T> {
 }
 
 impl<T: Element> WeightRows for Floats<'_, T> {
+    const ARE_UNPACKED: bool = !T::IS_F32;
+
     fn row_bytes(&self) -> usize {
         self.len * size_of::<T>()
     }
 
-    fn add_dots<const R: usize>(
+    #[inline(always)]
+    unsafe fn dots<V: Vector, const C: usize, const R: usize>(
         &self,
         first: usize,
         start: usize,
         xs: [&[f32]; R],
-        sums: &mut [[f32; R]],
-    ) {
-        let len = xs[0].len();
-        let row = |col: usize| &self.row(first + col)[start..start + len];
-        if sums.len() == COLS_AT_ONCE {
-            let rows = std::array::from_fn(row);
-            return add(sums, &dots_of_segment::<T, COLS_AT_ONCE, R>(rows, xs));
-        }
-        for (col, sums) in sums.iter_mut().enumerate() {
-            add(std::slice::from_mut(sums), &dots_of_segment([row(col)], xs));
-        }
-    }
-}
-
-/// Adds products to the sums of as many rows.
-pub(crate) fn add<const R: usize>(sums: &mut [[f32; R]], dots: &[[f32; R]]) {
-    for (sum, dot) in sums.as_flattened_mut().iter_mut().zip(dots.as_flattened()) {
-        *sum += dot;
-    }
-}
-
-/// The products of rows of the matrix with others, all of one length.
-fn dots_of_segment<T: Element, const C: usize, const R: usize>(
-    rows: [&[T]; C],
-    xs: [&[f32]; R],
-) -> [[f32; R]; C] {
-    #[cfg(target_arch = "x86_64")]
-    if has_avx512() {
-        let len = xs[0].len();
-        assert!(rows.iter().all(|row| row.len() == len) && xs.iter().all(|xs| xs.len() == len));
-        // SAFETY: the processor has what the function is compiled for, and the rows have this length.
-        return unsafe { avx512::dots(rows.map(<[T]>::as_ptr), xs.map(<[f32]>::as_ptr), len) };
-    }
-    vectorised(
-        #[inline(always)]
-        || rows.map(|row| xs.map(|xs| lanes::dot(row, xs))),
-    )
-}
-
-/// Multiply-adds, which have twice the speed of products and sums.
-#[cfg(target_arch = "x86_64")]
-mod avx512 {
-    use crate::element::Element;
-    use crate::lines::LANES;
-    use crate::product_lanes::Lanes;
-    use std::arch::x86_64::{
-        __m512, _mm512_castsi512_ps, _mm512_fmadd_ps, _mm512_reduce_add_ps, _mm512_setzero_ps,
-    };
-
-    /// # Safety
-    /// The processor has AVX-512, and all rows have `len` values.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    pub(super) unsafe fn dots<T: Element, const C: usize, const R: usize>(
-        rows: [*const T; C],
-        xs: [*const f32; R],
-        len: usize,
     ) -> [[f32; R]; C] {
-        let mut sums = [[_mm512_setzero_ps(); R]; C];
-        let whole = len - len % LANES;
-        for at in (0..whole).step_by(LANES) {
-            // SAFETY: so many values are there.
-            unsafe { add_products(&mut sums, rows, xs, at, LANES) };
+        let len = xs[0].len();
+        assert!(xs.iter().all(|xs| xs.len() == len));
+        let rows: [_; C] =
+            std::array::from_fn(|col| self.row(first + col)[start..start + len].as_ptr());
+        // SAFETY: as promised by the caller; all rows have `len` values.
+        unsafe {
+            let mut sums = [[V::splat(0.0); R]; C];
+            let mut at = 0;
+            while at + V::LANES <= len {
+                let mut values = [V::splat(0.0); R];
+                for row in 0..R {
+                    values[row] = V::load(xs[row].as_ptr().add(at));
+                }
+                for col in 0..C {
+                    let weights = V::load(rows[col].add(at));
+                    for row in 0..R {
+                        sums[col][row] = weights.times_plus(values[row], sums[col][row]);
+                    }
+                }
+                at += V::LANES;
+            }
+            if at < len {
+                for row in 0..R {
+                    let values = V::load_first(xs[row].as_ptr().add(at), len - at);
+                    for col in 0..C {
+                        let weights = V::load_first(rows[col].add(at), len - at);
+                        sums[col][row] = weights.times_plus(values, sums[col][row]);
+                    }
+                }
+            }
+            lane_sums(sums)
         }
-        if whole < len {
-            // SAFETY: as above.
-            unsafe { add_products(&mut sums, rows, xs, whole, len - whole) };
-        }
-        sums.map(|sums| sums.map(|sum| _mm512_reduce_add_ps(sum)))
     }
 
-    /// # Safety
-    /// The processor has AVX-512, and there are `len` values from `at` on, 16 at most.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    unsafe fn add_products<T: Element, const C: usize, const R: usize>(
-        sums: &mut [[__m512; R]; C],
-        rows: [*const T; C],
-        xs: [*const f32; R],
-        at: usize,
-        len: usize,
-    ) {
-        // SAFETY: as promised by the caller.
-        let xs = xs.map(|xs| _mm512_castsi512_ps(unsafe { f32::terms(xs.add(at), len) }));
-        for col in 0..C {
-            // SAFETY: as above.
-            let weights = unsafe { T::terms(rows[col].add(at), len) };
-            let weights = _mm512_castsi512_ps(weights);
-            for row in 0..R {
-                sums[col][row] = _mm512_fmadd_ps(weights, xs[row], sums[col][row]);
-            }
+    #[inline(always)]
+    unsafe fn unpack<V: Vector>(&self, row: usize, start: usize, values: &mut [f32]) {
+        let row = &self.row(row)[start..][..values.len()];
+        let whole = values.len() - values.len() % V::LANES;
+        for at in (0..whole).step_by(V::LANES) {
+            // SAFETY: as promised by the caller; both have so many values.
+            unsafe { V::load(row.as_ptr().add(at)).store(values.as_mut_ptr().add(at)) };
+        }
+        for (value, weight) in values[whole..].iter_mut().zip(&row[whole..]) {
+            *value = weight.widen();
         }
     }
+}
+
+/// # Safety
+/// As for `V`.
+#[inline(always)]
+pub(crate) unsafe fn lane_sums<V: Vector, const C: usize, const R: usize>(
+    vectors: [[V; R]; C],
+) -> [[f32; R]; C] {
+    let mut sums = [[0f32; R]; C];
+    for col in 0..C {
+        for row in 0..R {
+            // SAFETY: as promised by the caller.
+            sums[col][row] = unsafe { vectors[col][row].sum() };
+        }
+    }
+    sums
 }
 
 /// The sum of products of matrices of few rows with others whose columns lie in memory as rows, row by row; `None` if they are none.
@@ -240,15 +221,21 @@ pub(crate) fn few_rows<W: WeightRows>(
     let groups_of_task = (TASK_BYTES / (COLS_AT_ONCE * row_bytes).max(1)).max(1);
     let cols_of_task = groups_of_task * COLS_AT_ONCE;
     let task = |(i, sums): (usize, &mut [f32])| {
+        let mut unpacked = [0f32; COLS_AT_ONCE * SEGMENT];
         for (xs, weight) in pairs {
-            let add_segment = |start: usize, (group, sums): (usize, &mut [f32])| {
+            let mut add_segment = |start: usize, (group, sums): (usize, &mut [f32])| {
                 let segment = Segment {
                     weight,
+                    first: i * cols_of_task + group * COLS_AT_ONCE,
+                    start,
                     xs,
                     places: start..(start + SEGMENT).min(xs.len),
                     rows,
                 };
-                segment.add_group(i * cols_of_task + group * COLS_AT_ONCE, sums);
+                match W::ARE_UNPACKED && rows > ROWS_AT_ONCE {
+                    true => segment.add_unpacked(sums, &mut unpacked),
+                    false => run_widest(Products { segment, sums }),
+                }
             };
             let starts = (0..xs.len).step_by(SEGMENT);
             // Of few rows in the order of memory; of more each segment of them serves all groups while it is in the first-level cache. An element's order
@@ -284,49 +271,142 @@ pub(crate) fn few_rows<W: WeightRows>(
     (0..rows).flat_map(of_row).copied().collect()
 }
 
-/// Some values of all rows of both matrices.
+/// Some values of rows of both matrices.
 struct Segment<'a, W> {
     weight: &'a W,
+    /// A row of the weight, and its first value.
+    first: usize,
+    start: usize,
     xs: &'a RowsOfF32,
     places: Range<usize>,
     /// Rows of `xs`.
     rows: usize,
 }
 
+/// Adds the products with a few rows of the weight to the sums of all rows of each.
+struct Products<'a, W> {
+    segment: Segment<'a, W>,
+    sums: &'a mut [f32],
+}
+
+/// Writes the values of a few rows, [`SEGMENT`] apart.
+struct Unpack<'a, 'b, W> {
+    segment: &'a Segment<'b, W>,
+    cols: usize,
+    values: &'a mut [f32],
+}
+
 impl<W: WeightRows> Segment<'_, W> {
-    /// Adds the products with a few rows of the weight from `col` on to the sums of all rows of each.
-    fn add_group(&self, col: usize, sums: &mut [f32]) {
-        let mut first = 0;
-        while first < self.rows {
-            first += match self.rows - first {
-                1 => self.add_rows::<1>(col, first, sums),
-                2 | 3 => self.add_rows::<2>(col, first, sums),
-                _ => self.add_rows::<ROWS_AT_ONCE>(col, first, sums),
+    /// Makes the values of a few rows of the weight f32 in `unpacked`, then adds their products.
+    fn add_unpacked(&self, sums: &mut [f32], unpacked: &mut [f32]) {
+        run_widest(Unpack {
+            segment: self,
+            cols: sums.len() / self.rows,
+            values: unpacked,
+        });
+        let segment = Segment {
+            weight: &Floats::new(unpacked, SEGMENT),
+            first: 0,
+            start: 0,
+            xs: self.xs,
+            places: self.places.clone(),
+            rows: self.rows,
+        };
+        run_widest(Products { segment, sums });
+    }
+}
+
+impl<W: WeightRows> Kernel for Unpack<'_, '_, W> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector>(self) {
+        let Segment { weight, places, .. } = self.segment;
+        for (col, values) in self.values.chunks_mut(SEGMENT).take(self.cols).enumerate() {
+            let row = self.segment.first + col;
+            // SAFETY: as promised by the caller.
+            unsafe { weight.unpack::<V>(row, self.segment.start, &mut values[..places.len()]) };
+        }
+    }
+}
+
+impl<W: WeightRows> Kernel for Products<'_, W> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector>(mut self) {
+        let mut row = 0;
+        while row < self.segment.rows {
+            // SAFETY: as promised by the caller.
+            row += unsafe {
+                match self.segment.rows - row {
+                    1 => self.add_rows::<V, 1>(row),
+                    2 | 3 => self.add_rows::<V, 2>(row),
+                    _ => self.add_rows::<V, ROWS_AT_ONCE>(row),
+                }
             };
         }
     }
+}
 
-    /// Those of `R` rows from `first` on; how many these are.
-    fn add_rows<const R: usize>(&self, col: usize, first: usize, sums: &mut [f32]) -> usize {
-        let xs = std::array::from_fn(|i| self.xs.values(first + i, self.places.clone()));
-        let mut dots = [[0f32; R]; COLS_AT_ONCE];
-        let cols = sums.len() / self.rows;
-        let start = self.places.start;
-        (self.weight).add_dots::<R>(col, start, xs, &mut dots[..cols]);
-        for (sums, dots) in sums.chunks_mut(self.rows).zip(dots) {
-            for (sum, dot) in sums[first..].iter_mut().zip(dots) {
+impl<W: WeightRows> Products<'_, W> {
+    /// Those of `R` rows from `row` on; how many these are.
+    ///
+    /// # Safety
+    /// As for `V`.
+    #[inline(always)]
+    unsafe fn add_rows<V: Vector, const R: usize>(&mut self, row: usize) -> usize {
+        let cols = self.sums.len() / self.segment.rows;
+        let mut col = 0;
+        while col < cols {
+            // Sums and values of `xs` stay in registers.
+            let at_once = match COLS_AT_ONCE * R + R < V::REGISTERS {
+                true => COLS_AT_ONCE,
+                false => COLS_AT_ONCE / 2,
+            };
+            // SAFETY: as promised by the caller.
+            col += unsafe {
+                match cols - col >= at_once {
+                    true if at_once == COLS_AT_ONCE => self.add::<V, COLS_AT_ONCE, R>(col, row),
+                    true => self.add::<V, { COLS_AT_ONCE / 2 }, R>(col, row),
+                    false => self.add::<V, 1, R>(col, row),
+                }
+            };
+        }
+        R
+    }
+
+    /// Those of `R` rows from `row` on with `C` from `col` on; how many the latter are.
+    ///
+    /// # Safety
+    /// As for `V`.
+    #[inline(always)]
+    unsafe fn add<V: Vector, const C: usize, const R: usize>(
+        &mut self,
+        col: usize,
+        row: usize,
+    ) -> usize {
+        let segment = &self.segment;
+        let xs = std::array::from_fn(|i| segment.xs.values(row + i, segment.places.clone()));
+        let first = segment.first + col;
+        // SAFETY: as promised by the caller.
+        let dots = unsafe { segment.weight.dots::<V, C, R>(first, segment.start, xs) };
+        let sums = self.sums[col * segment.rows..].chunks_mut(segment.rows);
+        for (sums, dots) in sums.zip(dots) {
+            for (sum, dot) in sums[row..].iter_mut().zip(dots) {
                 *sum += dot;
             }
         }
-        R
+        C
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{MAX_ROWS, few_rows_product};
+    use super::{Floats, MAX_ROWS, Products, RowsOfF32, Segment, few_rows_product};
     use crate::element::Element;
     use crate::matrix::{Factors, Matrix};
+    use crate::vector::Kernel;
     use half::{bf16, f16};
 
     /// Numbers in -1..1, of `T`.
@@ -380,6 +460,34 @@ mod tests {
         check::<f32>();
         check::<bf16>();
         check::<f16>();
+    }
+
+    #[test]
+    fn a_processor_without_vectors_has_the_same_products() {
+        let (num_k, cols) = (41, 7);
+        let (xs, weight) = (values::<f32>(6 * num_k, 3), values::<bf16>(cols * num_k, 5));
+        let mut sums = vec![0f32; 6 * cols];
+        let products = Products {
+            segment: Segment {
+                weight: &Floats::new(&weight, num_k),
+                first: 0,
+                start: 0,
+                xs: &RowsOfF32::new(xs.chunks(num_k), num_k),
+                places: 0..num_k,
+                rows: 6,
+            },
+            sums: &mut sums,
+        };
+        // SAFETY: arrays need no instructions.
+        unsafe { products.run::<[f32; 8]>() };
+        for (i, got) in sums.iter().enumerate() {
+            let (col, row) = (i / 6, i % 6);
+            let terms = (0..num_k).map(|k| {
+                f64::from(xs[row * num_k + k]) * f64::from(weight[col * num_k + k].widen())
+            });
+            let want: f64 = terms.sum();
+            assert!((f64::from(*got) - want).abs() <= 1e-5, "{i}: {got} {want}");
+        }
     }
 
     #[test]

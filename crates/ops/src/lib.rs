@@ -86,6 +86,7 @@ mod stopwatch;
 mod sums;
 mod swiglu;
 mod upload;
+mod vector;
 mod vectorised;
 mod vocab_shard;
 mod with_backward;

@@ -52,13 +52,17 @@ impl Lines {
     }
 }
 
-/// Asks the first-level cache for the line that a place is in.
-#[cfg(target_arch = "x86_64")]
+/// Asks the first-level cache for the line that a place is in, where the processor can be asked.
 #[inline(always)]
 pub(crate) fn prefetch<T>(place: *const T) {
-    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-    // SAFETY: nothing is read, whatever the address.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(place.cast()) };
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: nothing is read, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(place.cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = place;
 }
 
 /// The lanes as f32.

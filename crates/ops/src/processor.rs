@@ -11,6 +11,14 @@ pub(crate) fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512dq")
 }
 
+/// Whether it has vectors of 256 bits, multiply-adds of them, and makes f32 of f16.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_avx2() -> bool {
+    is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c")
+}
+
 /// Whether it multiplies pairs of bf16.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn has_avx512_bf16() -> bool {

@@ -5,22 +5,30 @@
 use crate::lines::LANES;
 use half::{bf16, f16};
 use std::arch::x86_64::{
-    __m256bh, __m256i, __m512, __m512bh, __m512i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC,
-    _MM_FROUND_TO_NEAREST_INT, _mm256_mask_storeu_epi16, _mm256_maskz_loadu_epi16,
-    _mm512_add_epi32, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps,
-    _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh,
-    _mm512_cvtneps_pbh, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_mask_or_epi32,
-    _mm512_mask_storeu_ps, _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_epi32, _mm512_or_si512,
-    _mm512_set1_epi32, _mm512_setzero_si512, _mm512_slli_epi32, _mm512_srli_epi32, _mm512_sub_ps,
+    __m256, __m256bh, __m256i, __m512, __m512bh, __m512i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC,
+    _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm256_castsi256_ps, _mm256_cvtepu16_epi32,
+    _mm256_cvtph_ps, _mm256_loadu_ps, _mm256_mask_storeu_epi16, _mm256_maskz_loadu_epi16,
+    _mm256_slli_epi32, _mm512_add_epi32, _mm512_and_si512, _mm512_castps_si512,
+    _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi16, _mm512_cvtepu16_epi32,
+    _mm512_cvtne2ps_pbh, _mm512_cvtneps_pbh, _mm512_cvtph_ps, _mm512_cvtps_ph,
+    _mm512_mask_or_epi32, _mm512_mask_storeu_ps, _mm512_maskz_loadu_epi16,
+    _mm512_maskz_loadu_epi32, _mm512_or_si512, _mm512_set1_epi32, _mm512_setzero_si512,
+    _mm512_slli_epi32, _mm512_srli_epi32, _mm512_sub_ps,
 };
 
 /// Types of values that lanes are made from.
 ///
 /// # Safety
-/// All functions need AVX-512, and those of pairs AVX512-BF16; `place` must point to `len` values.
+/// All functions but `eight` need AVX-512, and those of pairs AVX512-BF16; `place` must point to `len` values.
 pub(crate) trait Lanes: Copy {
     /// Up to 16 values in f32, then zeros.
     unsafe fn terms(place: *const Self, len: usize) -> __m512i;
+
+    /// Eight values in f32.
+    ///
+    /// # Safety
+    /// The processor has AVX2 and F16C, and there are so many values.
+    unsafe fn eight(place: *const Self) -> __m256;
 
     /// Up to 32 values in pairs of bf16, then zeros: bf16 number `part` of the sum of them that each value is.
     unsafe fn pairs(place: *const Self, len: usize, part: usize) -> __m512i;
@@ -44,6 +52,13 @@ impl Lanes for f32 {
     unsafe fn terms(place: *const Self, len: usize) -> __m512i {
         // SAFETY: the lanes of the mask are the values.
         unsafe { _mm512_maskz_loadu_epi32(first_of_16(len), place.cast()) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn eight(place: *const Self) -> __m256 {
+        // SAFETY: as promised by the caller.
+        unsafe { _mm256_loadu_ps(place) }
     }
 
     #[inline]
@@ -140,6 +155,14 @@ impl Lanes for bf16 {
     }
 
     #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn eight(place: *const Self) -> __m256 {
+        // SAFETY: as promised by the caller.
+        let bits = _mm256_cvtepu16_epi32(unsafe { _mm_loadu_si128(place.cast()) });
+        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+    }
+
+    #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
     unsafe fn pairs(place: *const Self, len: usize, _part: usize) -> __m512i {
         // SAFETY: the lanes of the mask are the values.
@@ -188,6 +211,13 @@ impl Lanes for f16 {
         _mm512_castps_si512(_mm512_cvtph_ps(unsafe {
             _mm256_maskz_loadu_epi16(first_of_16(len), place.cast())
         }))
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn eight(place: *const Self) -> __m256 {
+        // SAFETY: as promised by the caller.
+        _mm256_cvtph_ps(unsafe { _mm_loadu_si128(place.cast()) })
     }
 
     /// No kernel takes f16 as bf16: they have more bits.
