@@ -79,7 +79,7 @@ impl Block for Q4KBlocks {
     const BYTES: usize = 144;
     const STEP: usize = 2 * PART;
 
-    /// The scale of each part, and the minimum of each; the widest vectors have twice as many lanes as there are parts.
+    /// The scales of the eight parts and their minimums, with room for what the widest vectors write at once.
     type Factors = [[f32; 16]; 2];
 
     #[inline(always)]
@@ -265,7 +265,7 @@ mod tests {
     use super::{Block, PART, Q4KBlocks, Q8Blocks, RowsOfBlocks};
     use crate::element::Element;
     use crate::few_rows::WeightRows;
-    use crate::vector::{Kernel, Vector, run_widest};
+    use crate::vector::{Kernel, Vector, run_each};
     use half::f16;
 
     const LEN: usize = 512;
@@ -337,9 +337,7 @@ mod tests {
                 first,
                 xs: &xs,
             };
-            // SAFETY: arrays need no instructions.
-            let portable = unsafe { dots().run::<[f32; 8]>() };
-            for dots in [run_widest(dots()), portable] {
+            for dots in run_each(dots) {
                 for (i, got) in dots.into_iter().flatten().enumerate() {
                     let (row, xs) = (first + i / 2, &xs[i % 2 * LEN..]);
                     let (mut want, mut magnitude) = (0f64, 0f64);

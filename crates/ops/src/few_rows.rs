@@ -1,12 +1,12 @@
-//! Products of few rows with the transpose of a matrix, as linear layers have their weights: each of its values is read once, where it is and in
-//! its own type, which is what they take as long as memory is slower than the cores. Nothing is allocated by the size of the matrix.
+//! Products of few rows with the transpose of a matrix, as linear layers have their weights: each of its values is read from memory once, in its own
+//! type, which is what they take as long as memory is slower than the cores. Nothing is allocated by the size of the matrix.
 //!
 //! An element is the sum of its products in one order, whatever the number of rows beside it and of threads.
 
 #![allow(unsafe_code)]
 
 use crate::element::Element;
-use crate::lines::{LANES, Line, floats, floats_mut};
+use crate::lines::{LANES, Line, Lines, floats, floats_mut};
 use crate::matrix::{Factors, Matrix};
 use crate::vector::{Kernel, Vector, run_widest};
 use rayon::prelude::*;
@@ -18,7 +18,7 @@ pub(crate) const MAX_ROWS: usize = 16;
 const ROWS_AT_ONCE: usize = 4;
 /// Columns of the result that are summed at once: as many rows of the matrix are read side by side, which memory serves faster than one.
 pub(crate) const COLS_AT_ONCE: usize = 4;
-/// Products that are summed before they are added to the others: values of so many of 16 rows fit the first-level cache.
+/// Products that are summed before they are added to the others: values of so many of 16 rows fit the first-level cache, or nearly.
 const SEGMENT: usize = 512;
 /// Bytes of the matrix that a task reads: some microseconds.
 const TASK_BYTES: usize = 1 << 17;
@@ -148,11 +148,14 @@ impl<T: Element> WeightRows for Floats<'_, T> {
                 at += V::LANES;
             }
             if at < len {
+                let mut values = [V::splat(0.0); R];
                 for row in 0..R {
-                    let values = V::load_first(xs[row].as_ptr().add(at), len - at);
-                    for col in 0..C {
-                        let weights = V::load_first(rows[col].add(at), len - at);
-                        sums[col][row] = weights.times_plus(values, sums[col][row]);
+                    values[row] = V::load_first(xs[row].as_ptr().add(at), len - at);
+                }
+                for col in 0..C {
+                    let weights = V::load_first(rows[col].add(at), len - at);
+                    for row in 0..R {
+                        sums[col][row] = weights.times_plus(values[row], sums[col][row]);
                     }
                 }
             }
@@ -221,9 +224,8 @@ pub(crate) fn few_rows<W: WeightRows>(
     let groups_of_task = (TASK_BYTES / (COLS_AT_ONCE * row_bytes).max(1)).max(1);
     let cols_of_task = groups_of_task * COLS_AT_ONCE;
     let task = |(i, sums): (usize, &mut [f32])| {
-        let mut unpacked = [0f32; COLS_AT_ONCE * SEGMENT];
         for (xs, weight) in pairs {
-            let mut add_segment = |start: usize, (group, sums): (usize, &mut [f32])| {
+            let add_segment = |start: usize, (group, sums): (usize, &mut [f32])| {
                 let segment = Segment {
                     weight,
                     first: i * cols_of_task + group * COLS_AT_ONCE,
@@ -233,7 +235,7 @@ pub(crate) fn few_rows<W: WeightRows>(
                     rows,
                 };
                 match W::ARE_UNPACKED && rows > ROWS_AT_ONCE {
-                    true => segment.add_unpacked(sums, &mut unpacked),
+                    true => segment.add_unpacked(sums),
                     false => run_widest(Products { segment, sums }),
                 }
             };
@@ -274,10 +276,12 @@ pub(crate) fn few_rows<W: WeightRows>(
 /// Some values of rows of both matrices.
 struct Segment<'a, W> {
     weight: &'a W,
-    /// A row of the weight, and its first value.
+    /// The first of the rows of the weight.
     first: usize,
+    /// The first of the values of these rows.
     start: usize,
     xs: &'a RowsOfF32,
+    /// Their values in each row of `xs`.
     places: Range<usize>,
     /// Rows of `xs`.
     rows: usize,
@@ -297,15 +301,16 @@ struct Unpack<'a, 'b, W> {
 }
 
 impl<W: WeightRows> Segment<'_, W> {
-    /// Makes the values of a few rows of the weight f32 in `unpacked`, then adds their products.
-    fn add_unpacked(&self, sums: &mut [f32], unpacked: &mut [f32]) {
+    /// Makes the values of a few rows of the weight f32 first, then adds their products.
+    fn add_unpacked(&self, sums: &mut [f32]) {
+        let mut unpacked = Lines::new(COLS_AT_ONCE * SEGMENT / LANES);
         run_widest(Unpack {
             segment: self,
             cols: sums.len() / self.rows,
-            values: unpacked,
+            values: floats_mut(&mut unpacked),
         });
         let segment = Segment {
-            weight: &Floats::new(unpacked, SEGMENT),
+            weight: &Floats::new(floats(&unpacked), SEGMENT),
             first: 0,
             start: 0,
             xs: self.xs,
@@ -350,7 +355,7 @@ impl<W: WeightRows> Kernel for Products<'_, W> {
 }
 
 impl<W: WeightRows> Products<'_, W> {
-    /// Those of `R` rows from `row` on; how many these are.
+    /// Adds those of `R` rows of `xs` from `row` on; returns `R`.
     ///
     /// # Safety
     /// As for `V`.
@@ -376,7 +381,7 @@ impl<W: WeightRows> Products<'_, W> {
         R
     }
 
-    /// Those of `R` rows from `row` on with `C` from `col` on; how many the latter are.
+    /// Adds those of `R` rows of `xs` from `row` on with `C` rows of the weight from `col` on; returns `C`.
     ///
     /// # Safety
     /// As for `V`.
@@ -406,7 +411,7 @@ mod tests {
     use super::{Floats, MAX_ROWS, Products, RowsOfF32, Segment, few_rows_product};
     use crate::element::Element;
     use crate::matrix::{Factors, Matrix};
-    use crate::vector::Kernel;
+    use crate::vector::{Kernel, Vector, run_each};
     use half::{bf16, f16};
 
     /// Numbers in -1..1, of `T`.
@@ -462,31 +467,49 @@ mod tests {
         check::<f16>();
     }
 
+    /// The sums of six rows of 41 values with seven.
+    struct Sums<'a>(&'a RowsOfF32, &'a Floats<'a, bf16>);
+
+    impl Kernel for Sums<'_> {
+        type Output = Vec<f32>;
+
+        #[inline(always)]
+        unsafe fn run<V: Vector>(self) -> Vec<f32> {
+            let mut sums = vec![0f32; 42];
+            let products = Products {
+                segment: Segment {
+                    weight: self.1,
+                    first: 0,
+                    start: 0,
+                    xs: self.0,
+                    places: 0..41,
+                    rows: 6,
+                },
+                sums: &mut sums,
+            };
+            // SAFETY: as promised by the caller.
+            unsafe { products.run::<V>() };
+            sums
+        }
+    }
+
     #[test]
-    fn a_processor_without_vectors_has_the_same_products() {
-        let (num_k, cols) = (41, 7);
-        let (xs, weight) = (values::<f32>(6 * num_k, 3), values::<bf16>(cols * num_k, 5));
-        let mut sums = vec![0f32; 6 * cols];
-        let products = Products {
-            segment: Segment {
-                weight: &Floats::new(&weight, num_k),
-                first: 0,
-                start: 0,
-                xs: &RowsOfF32::new(xs.chunks(num_k), num_k),
-                places: 0..num_k,
-                rows: 6,
-            },
-            sums: &mut sums,
-        };
-        // SAFETY: arrays need no instructions.
-        unsafe { products.run::<[f32; 8]>() };
-        for (i, got) in sums.iter().enumerate() {
-            let (col, row) = (i / 6, i % 6);
-            let terms = (0..num_k).map(|k| {
-                f64::from(xs[row * num_k + k]) * f64::from(weight[col * num_k + k].widen())
-            });
-            let want: f64 = terms.sum();
-            assert!((f64::from(*got) - want).abs() <= 1e-5, "{i}: {got} {want}");
+    fn all_vectors_have_the_same_products() {
+        let num_k = 41;
+        let (xs, weight) = (values::<f32>(6 * num_k, 3), values::<bf16>(7 * num_k, 5));
+        let (rows, weight) = (
+            RowsOfF32::new(xs.chunks(num_k), num_k),
+            Floats::new(&weight, num_k),
+        );
+        for got in run_each(|| Sums(&rows, &weight)) {
+            for (i, got) in got.iter().enumerate() {
+                let (col, row) = (i / 6, i % 6);
+                let terms = (0..num_k).map(|k| {
+                    f64::from(xs[row * num_k + k]) * f64::from(weight.row(col)[k].widen())
+                });
+                let want: f64 = terms.sum();
+                assert!((f64::from(*got) - want).abs() <= 1e-5, "{i}: {got} {want}");
+            }
         }
     }
 

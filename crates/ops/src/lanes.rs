@@ -4,7 +4,7 @@
 use crate::element::Element;
 use crate::exp::exp;
 
-pub(crate) const LANES: usize = 32;
+const LANES: usize = 32;
 
 /// The sum of `f(x)`.
 #[inline(always)]
@@ -101,7 +101,7 @@ fn fold<T: Element>(
 
 /// Joins the lanes in pairs: one after the other would take longer than a row of some hundred elements.
 #[inline(always)]
-pub(crate) fn join(mut lanes: [f32; LANES], two: impl Fn(f32, f32) -> f32) -> f32 {
+fn join(mut lanes: [f32; LANES], two: impl Fn(f32, f32) -> f32) -> f32 {
     let mut half = LANES / 2;
     while half > 0 {
         for i in 0..half {

@@ -52,7 +52,7 @@ impl Lines {
     }
 }
 
-/// Asks the first-level cache for the line that a place is in, where the processor can be asked.
+/// Asks the first-level cache for the line that a place is in, on x86.
 #[inline(always)]
 pub(crate) fn prefetch<T>(place: *const T) {
     #[cfg(target_arch = "x86_64")]

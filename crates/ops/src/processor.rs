@@ -1,4 +1,4 @@
-//! What the processor multiplies with: vectors of 512 bits, pairs of bf16, tiles (Intel AMX).
+//! What the processor multiplies with: vectors of 256 or 512 bits, pairs of bf16, tiles (Intel AMX).
 
 #![allow(unsafe_code)]
 

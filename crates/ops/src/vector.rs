@@ -11,7 +11,8 @@ use half::f16;
 /// f32 side by side.
 ///
 /// # Safety
-/// Its functions are called by a [`Kernel`] that [`run_widest`] runs with this type, as only there the processor is known to have the instructions.
+/// The processor has the instructions of the type, as it is known to where [`run_widest`] runs a [`Kernel`], and arrays need none. From `place` on there are as
+/// many values as there are lanes, or as the function says, which may be read or written.
 pub(crate) trait Vector: Copy {
     const LANES: usize;
     /// Vectors that the processor holds.
@@ -28,7 +29,7 @@ pub(crate) trait Vector: Copy {
     /// As many integers as there are lanes, from `place` on.
     unsafe fn of_i8(place: *const i8) -> Self;
 
-    /// `scale code - min` for the codes of 4 bits in as many bytes as there are lanes, from `place` on: those in the lower halves by the first factors, then
+    /// `scale * code - min` for the codes of 4 bits in as many bytes as there are lanes, from `place` on: those in the lower halves by the first factors, then
     /// those in the upper halves by the others.
     unsafe fn of_nibbles(place: *const u8, scales: [f32; 2], mins: [f32; 2]) -> [Self; 2];
 
@@ -37,7 +38,7 @@ pub(crate) trait Vector: Copy {
 
     unsafe fn times(self, other: Self) -> Self;
 
-    /// `sum + self other`.
+    /// `self * other + sum`.
     unsafe fn times_plus(self, other: Self, sum: Self) -> Self;
 
     /// The sum of the lanes.
@@ -83,10 +84,29 @@ pub(crate) fn run_widest<K: Kernel>(kernel: K) -> K::Output {
     unsafe { kernel.run::<[f32; 8]>() }
 }
 
-/// For processors without vectors of their own here.
+/// What a kernel gives with each type of vectors that the processor has.
+#[cfg(test)]
+pub(crate) fn run_each<K: Kernel>(mut kernel: impl FnMut() -> K) -> Vec<K::Output> {
+    // SAFETY: arrays need no instructions.
+    let mut outputs = vec![unsafe { kernel().run::<[f32; 8]>() }];
+    #[cfg(target_arch = "x86_64")]
+    {
+        if crate::processor::has_avx2() {
+            // SAFETY: the processor has what the function is compiled for.
+            outputs.push(unsafe { x86_64::run_avx2(kernel()) });
+        }
+        if crate::processor::has_avx512() {
+            // SAFETY: as above.
+            outputs.push(unsafe { x86_64::run_avx512(kernel()) });
+        }
+    }
+    outputs
+}
+
+/// For all other processors.
 impl Vector for [f32; 8] {
     const LANES: usize = 8;
-    const REGISTERS: usize = 16;
+    const REGISTERS: usize = 8;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -185,6 +205,12 @@ mod x86_64 {
         }
 
         #[inline(always)]
+        unsafe fn load_first<T: Element>(place: *const T, len: usize) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm512_castsi512_ps(T::terms(place, len)) }
+        }
+
+        #[inline(always)]
         unsafe fn of_i8(place: *const i8) -> Self {
             // SAFETY: see above.
             unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(place.cast()))) }
@@ -199,16 +225,15 @@ mod x86_64 {
                     0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.,
                 );
                 let lower = _mm512_cvtepu8_epi32(_mm_loadu_si128(place.cast()));
-                let mut values = [all; 2];
-                for (of, codes) in [lower, _mm512_srli_epi32::<4>(lower)]
-                    .into_iter()
-                    .enumerate()
-                {
-                    let [scale, min] = [_mm512_set1_ps(scales[of]), _mm512_set1_ps(mins[of])];
-                    let of_all = _mm512_fmsub_ps(all, scale, min);
-                    values[of] = _mm512_permutexvar_ps(codes, of_all);
-                }
-                values
+                let upper = _mm512_srli_epi32::<4>(lower);
+                let [scale, min] = [_mm512_set1_ps(scales[0]), _mm512_set1_ps(mins[0])];
+                let of_lower = _mm512_fmsub_ps(all, scale, min);
+                let [scale, min] = [_mm512_set1_ps(scales[1]), _mm512_set1_ps(mins[1])];
+                let of_upper = _mm512_fmsub_ps(all, scale, min);
+                [
+                    _mm512_permutexvar_ps(lower, of_lower),
+                    _mm512_permutexvar_ps(upper, of_upper),
+                ]
             }
         }
 
@@ -270,16 +295,12 @@ mod x86_64 {
             // SAFETY: see above.
             unsafe {
                 let codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(place.cast()));
-                let lower = _mm256_and_si256(codes, _mm256_set1_epi32(15));
-                let mut values = [_mm256_setzero_ps(); 2];
-                for (of, codes) in [lower, _mm256_srli_epi32::<4>(codes)]
-                    .into_iter()
-                    .enumerate()
-                {
-                    let [scale, min] = [_mm256_set1_ps(scales[of]), _mm256_set1_ps(mins[of])];
-                    values[of] = _mm256_fmsub_ps(_mm256_cvtepi32_ps(codes), scale, min);
-                }
-                values
+                let lower = _mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(15)));
+                let upper = _mm256_cvtepi32_ps(_mm256_srli_epi32::<4>(codes));
+                let [scale, min] = [_mm256_set1_ps(scales[0]), _mm256_set1_ps(mins[0])];
+                let lower = _mm256_fmsub_ps(lower, scale, min);
+                let [scale, min] = [_mm256_set1_ps(scales[1]), _mm256_set1_ps(mins[1])];
+                [lower, _mm256_fmsub_ps(upper, scale, min)]
             }
         }
 
