@@ -22,6 +22,8 @@ pub(crate) trait Block: Sync {
     /// What its codes are scaled by.
     type Factors: Copy;
 
+    /// Those of a block.
+    ///
     /// # Safety
     /// As for `V`; a block starts at `block`.
     unsafe fn factors<V: Vector>(block: *const u8) -> Self::Factors;

@@ -177,6 +177,8 @@ impl<T: Element> WeightRows for Floats<'_, T> {
     }
 }
 
+/// The sum of the lanes of each vector.
+///
 /// # Safety
 /// As for `V`.
 #[inline(always)]
