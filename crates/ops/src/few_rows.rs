@@ -6,7 +6,7 @@
 #![allow(unsafe_code)]
 
 use crate::element::Element;
-use crate::lines::{LANES, Line, Lines, floats, floats_mut};
+use crate::lines::{LANES, Line, Lines, floats, floats_mut, prefetch};
 use crate::matrix::{Factors, Matrix};
 use crate::vector::{Kernel, Vector, run_widest};
 use rayon::prelude::*;
@@ -166,8 +166,11 @@ impl<T: Element> WeightRows for Floats<'_, T> {
     #[inline(always)]
     unsafe fn unpack<V: Vector>(&self, row: usize, start: usize, values: &mut [f32]) {
         let row = &self.row(row)[start..][..values.len()];
+        // What comes when the rows that are read side by side are done.
+        let next = row.as_ptr().wrapping_add(COLS_AT_ONCE * self.stride);
         let whole = values.len() - values.len() % V::LANES;
         for at in (0..whole).step_by(V::LANES) {
+            prefetch(next.wrapping_add(at));
             // SAFETY: as promised by the caller; both have so many values.
             unsafe { V::load(row.as_ptr().add(at)).store(values.as_mut_ptr().add(at)) };
         }
@@ -186,10 +189,23 @@ pub(crate) unsafe fn lane_sums<V: Vector, const C: usize, const R: usize>(
     vectors: [[V; R]; C],
 ) -> [[f32; R]; C] {
     let mut sums = [[0f32; R]; C];
-    for col in 0..C {
-        for row in 0..R {
-            // SAFETY: as promised by the caller.
-            sums[col][row] = unsafe { vectors[col][row].sum() };
+    let vectors = vectors.as_flattened();
+    let (fours, rest) = sums.as_flattened_mut().as_chunks_mut::<4>();
+    let mut at = 0;
+    // SAFETY: as promised by the caller.
+    unsafe {
+        for four in fours {
+            *four = V::sum_each([
+                vectors[at],
+                vectors[at + 1],
+                vectors[at + 2],
+                vectors[at + 3],
+            ]);
+            at += 4;
+        }
+        for one in rest {
+            *one = vectors[at].sum();
+            at += 1;
         }
     }
     sums

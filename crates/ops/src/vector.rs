@@ -44,6 +44,13 @@ pub(crate) trait Vector: Copy {
     /// The sum of the lanes.
     unsafe fn sum(self) -> f32;
 
+    /// Those of four vectors, with the same bits.
+    #[inline(always)]
+    unsafe fn sum_each(vectors: [Self; 4]) -> [f32; 4] {
+        // SAFETY: as promised by the caller.
+        vectors.map(|vector| unsafe { vector.sum() })
+    }
+
     /// `len` values from `place` on, fewer than there are lanes, then zeros.
     #[inline(always)]
     unsafe fn load_first<T: Element>(place: *const T, len: usize) -> Self {
@@ -259,6 +266,25 @@ mod x86_64 {
         unsafe fn sum(self) -> f32 {
             // SAFETY: see above.
             unsafe { _mm512_reduce_add_ps(self) }
+        }
+
+        #[inline(always)]
+        unsafe fn sum_each([a, b, c, d]: [Self; 4]) -> [f32; 4] {
+            // SAFETY: see above; four lanes are written.
+            unsafe {
+                // Quarters that are added of two vectors, then of four, then lanes of each quarter.
+                let halves = |a, b| {
+                    let lower = _mm512_shuffle_f32x4::<0x44>(a, b);
+                    _mm512_add_ps(lower, _mm512_shuffle_f32x4::<0xee>(a, b))
+                };
+                let (ab, cd) = (halves(a, b), halves(c, d));
+                let even = _mm512_shuffle_f32x4::<0x88>(ab, cd);
+                let fours = _mm512_add_ps(even, _mm512_shuffle_f32x4::<0xdd>(ab, cd));
+                let twos = _mm512_add_ps(fours, _mm512_permute_ps::<0x4e>(fours));
+                let ones = _mm512_add_ps(twos, _mm512_permute_ps::<0xb1>(twos));
+                let sums = _mm512_maskz_compress_ps(0x1111, ones);
+                std::mem::transmute::<__m128, [f32; 4]>(_mm512_castps512_ps128(sums))
+            }
         }
     }
 
