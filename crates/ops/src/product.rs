@@ -122,8 +122,8 @@ unsafe fn fill<K: Kernel, T: Element>(
     if is_filled && panels.fit::<K>(num_k, cols) {
         return;
     }
-    // A product may still read the old ones; other kernels have others.
-    if Arc::get_mut(panels).is_none_or(|panels| !panels.fit::<K>(num_k, cols)) {
+    // A product may still read the old ones; those of the kernels that need most have room for those of the others.
+    if !Arc::get_mut(panels).is_some_and(|panels| panels.reuse::<K>(num_k, cols)) {
         *panels = Arc::new(Panels::new::<K>(num_k, cols));
     }
     if let Some(panels) = Arc::get_mut(panels) {
@@ -289,7 +289,11 @@ mod tests {
                 for which in [[true, false], [false, true], [true, true]] {
                     let panels = [0, 1].map(|i| {
                         let Factors { rhs, .. } = factors[i];
-                        let mut panels = Panels::new::<K>(rhs.rows, rhs.cols);
+                        // In the memory of those of the kernel that needs most.
+                        let mut panels = Panels::new::<Amx<3>>(rhs.rows, rhs.cols);
+                        assert!(panels.reuse::<K>(rhs.rows, rhs.cols));
+                        assert!(!panels.reuse::<Amx<3>>(rhs.rows + 64, rhs.cols));
+                        assert!(panels.fit::<K>(rhs.rows, rhs.cols));
                         // SAFETY: as above.
                         unsafe { panels.pack::<K, T>(rhs) };
                         panels

@@ -60,6 +60,16 @@ impl Panels {
         self.kernel == TypeId::of::<K>() && (self.num_k, self.cols) == (num_k, cols)
     }
 
+    /// Makes these panels, which then hold nothing, those for this kernel and a matrix (k, cols), if there is room for them; returns whether there is.
+    pub(super) fn reuse<K: Kernel>(&mut self, num_k: usize, cols: usize) -> bool {
+        let has_room = Self::num_lines::<K>(num_k, cols) <= self.lines.len();
+        if has_room {
+            (self.num_k, self.cols) = (num_k, cols);
+            self.kernel = TypeId::of::<K>();
+        }
+        has_room
+    }
+
     /// Packs a matrix that these are for.
     ///
     /// # Safety
