@@ -189,24 +189,15 @@ pub(crate) unsafe fn lane_sums<V: Vector, const C: usize, const R: usize>(
     vectors: [[V; R]; C],
 ) -> [[f32; R]; C] {
     let mut sums = [[0f32; R]; C];
-    let vectors = vectors.as_flattened();
-    let (fours, rest) = sums.as_flattened_mut().as_chunks_mut::<4>();
-    let mut at = 0;
-    // SAFETY: as promised by the caller.
-    unsafe {
-        for four in fours {
-            *four = V::sum_each([
-                vectors[at],
-                vectors[at + 1],
-                vectors[at + 2],
-                vectors[at + 3],
-            ]);
-            at += 4;
-        }
-        for one in rest {
-            *one = vectors[at].sum();
-            at += 1;
-        }
+    let (vectors, vectors_left) = vectors.as_flattened().as_chunks::<4>();
+    let (fours, left) = sums.as_flattened_mut().as_chunks_mut::<4>();
+    for (sums, vectors) in fours.iter_mut().zip(vectors) {
+        // SAFETY: as promised by the caller.
+        *sums = unsafe { V::sum_each(*vectors) };
+    }
+    for (sum, vector) in left.iter_mut().zip(vectors_left) {
+        // SAFETY: as above.
+        *sum = unsafe { vector.sum() };
     }
     sums
 }

@@ -191,6 +191,7 @@ mod tests {
     use super::amx::Amx;
     use super::blocks::multiply;
     use super::emulated::{self, TilePairs};
+    use super::fill;
     use super::kernel::Kernel;
     use super::packing::Panel;
     use super::panels::Panels;
@@ -203,6 +204,7 @@ mod tests {
     use crate::processor::{has_avx512, has_avx512_bf16};
     use half::{bf16, f16};
     use rayon::prelude::*;
+    use std::sync::Arc;
 
     /// [`Amx`] without AMX, whether the processor has it or not.
     struct Emulated<const PARTS: usize>;
@@ -289,17 +291,19 @@ mod tests {
                 for which in [[true, false], [false, true], [true, true]] {
                     let panels = [0, 1].map(|i| {
                         let Factors { rhs, .. } = factors[i];
-                        // In the memory of those of the kernel that needs most.
-                        let mut panels = Panels::new::<Amx<3>>(rhs.rows, rhs.cols);
-                        assert!(panels.reuse::<K>(rhs.rows, rhs.cols));
-                        assert!(!panels.reuse::<Amx<3>>(rhs.rows + 64, rhs.cols));
-                        assert!(panels.fit::<K>(rhs.rows, rhs.cols));
+                        // In memory of the kernel that needs most, or in new memory, as there is too little.
+                        let mut panels = Arc::new(match i {
+                            0 => Panels::new::<Amx<3>>(rhs.rows, rhs.cols),
+                            _ => Panels::new::<K>(rhs.rows / 2, rhs.cols),
+                        });
+                        let place = Arc::as_ptr(&panels);
                         // SAFETY: as above.
-                        unsafe { panels.pack::<K, T>(rhs) };
+                        unsafe { fill::<K, T>(&mut panels, false, rhs) };
+                        assert!(i > 0 || Arc::as_ptr(&panels) == place);
                         panels
                     });
                     let with_panels = |i: usize| Factors {
-                        panels: which[i].then_some(&panels[i]),
+                        panels: which[i].then_some(&*panels[i]),
                         ..factors[i]
                     };
                     let mut same = vec![Out::nearest(0.5); rows * stride];

@@ -10,8 +10,9 @@ use std::str::FromStr;
 use std::sync::LazyLock;
 
 /// On AMX a product of f32 is done by multiply-adds if the harmonic mean of its extents is at most this: parts multiply faster, but each value of a
-/// matrix costs them more. Of the cases of `bench_train.py` steps were measured both ways: all products of `small`, which was faster by multiply-adds, are
-/// below, and all of `default`, which was faster by parts, above. `bench_product --choose` finds what is best product by product.
+/// matrix costs them more. Of the cases of `bench_train.py` steps were measured both ways on two processors: all products of `small`, which was faster by
+/// multiply-adds on one and as fast on the other, are below, and all of `default`, which was faster by parts on both, above. `bench_product --choose` finds what is
+/// best product by product.
 const THREE_PARTS_FROM: f64 = 400.0;
 
 /// The variable that chooses.
