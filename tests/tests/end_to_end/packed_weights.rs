@@ -1,13 +1,15 @@
 //! Weights that stay packed for products: the same bits, on all layouts and whatever changes them.
 
 use candle_comm::launch::threads;
-use candle_comm::{Degrees, Mesh, ProcessGroup};
+use candle_comm::{Degrees, Mesh, ProcessGroup, message_of};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::PackedWeight;
 use candle_parallel::checkpoint::{CheckpointSaver, TrainingCheckpoint};
 use candle_parallel::{
-    AdamWConfig, DistributedOptimizer, LoraConfig, LossScaling, MemoryCategory, ModelPart,
-    PackWeights, ParamStore, Pass, Pipeline, PipelineLayout, Recompute, Schedule, ZeroStage,
+    AdamWConfig, ColumnParallelLinear, DistributedOptimizer, Layer, LoraConfig, Loss, LossScaling,
+    MemoryCategory, ModelPart, PackWeights, ParamStore, Pass, Pipeline, PipelineLayout, PlainBlock,
+    PlainHead, Recompute, Schedule, Shard, WEIGHT_INIT, ZeroStage, column_parallel_linear,
+    plain_block, plain_head,
 };
 use candle_train_models::{CausalLm, ModelConfig, PartConfig};
 use candle_trainer::{LrDecay, LrSchedule, TrainConfig, Trainer};
@@ -31,8 +33,15 @@ struct Case {
     dtype: DType,
 }
 
-/// Losses, and the bits of weights.
-type Trained = (Vec<u64>, Vec<Vec<u32>>);
+/// What came of training.
+struct Trained {
+    losses: Vec<u64>,
+    /// Of each parameter.
+    bits: Vec<Vec<u32>>,
+    has_packed: bool,
+    /// Bytes of weights after a step.
+    weights: u64,
+}
 
 impl Case {
     fn config(&self) -> Result<ModelConfig> {
@@ -55,8 +64,8 @@ impl Case {
             .collect()
     }
 
-    /// Two steps, an evaluation, weights from elsewhere, a step and an evaluation: of each rank, and whether anything was packed.
-    fn trained(&self, pack_weights: PackWeights) -> Result<Vec<(Trained, bool)>> {
+    /// Two steps, an evaluation, weights from elsewhere, a step and an evaluation: of each rank.
+    fn trained(&self, pack_weights: PackWeights) -> Result<Vec<Trained>> {
         let num_ranks = self.degrees.world_size().unwrap_or(0);
         threads(num_ranks, |world| {
             let mesh = Mesh::new(world, self.degrees)?;
@@ -121,8 +130,13 @@ impl Case {
                 let values = values.to_vec1::<f32>()?;
                 Ok(values.into_iter().map(f32::to_bits).collect())
             });
-            let packed = trainer.memory().of(MemoryCategory::Packed).peak;
-            Ok(((losses, bits.collect::<Result<_>>()?), packed > 0))
+            let memory = trainer.memory();
+            Ok(Trained {
+                losses,
+                bits: bits.collect::<Result<_>>()?,
+                has_packed: memory.of(MemoryCategory::Packed).peak > 0,
+                weights: memory.of(MemoryCategory::Weights).now,
+            })
         })
     }
 }
@@ -179,6 +193,19 @@ fn packed_weights_leave_training_as_it_is() -> Result<()> {
             ..plain
         },
         Case {
+            has_lora: true,
+            is_tied: true,
+            recompute: Recompute::Full,
+            dtype: DType::F16,
+            ..plain
+        },
+        Case {
+            degrees: degrees(2, 1, 2),
+            has_lora: true,
+            is_tied: true,
+            ..plain
+        },
+        Case {
             degrees: degrees(2, 2, 1),
             has_lora: true,
             dtype: DType::F32,
@@ -187,16 +214,20 @@ fn packed_weights_leave_training_as_it_is() -> Result<()> {
     ];
     for case in cases {
         let want = case.trained(PackWeights::Off)?;
-        assert!(want.iter().all(|(_, packed)| !packed), "{case:?}");
+        assert!(want.iter().all(|rank| !rank.has_packed), "{case:?}");
         let can = PackedWeight::num_bytes((64, 64), case.dtype) > 0;
         for which in [PackWeights::Frozen, PackWeights::All] {
             let got = case.trained(which)?;
             let packs = can
                 && case.zero != ZeroStage::Three
                 && (case.has_lora || which == PackWeights::All);
-            for ((got, packed), (want, _)) in got.iter().zip(&want) {
-                assert!(got == want, "{which:?}: {case:?}");
-                assert_eq!(*packed, packs, "{which:?}: {case:?}");
+            // Frozen ones are nowhere else.
+            let less = packs && case.has_lora && PackedWeight::can_hold(case.dtype);
+            for (got, want) in got.iter().zip(&want) {
+                assert!(got.losses == want.losses, "{which:?}: {case:?}");
+                assert!(got.bits == want.bits, "{which:?}: {case:?}");
+                assert_eq!(got.has_packed, packs, "{which:?}: {case:?}");
+                assert_eq!(got.weights < want.weights, less, "{which:?}: {case:?}");
             }
         }
     }
@@ -206,6 +237,11 @@ fn packed_weights_leave_training_as_it_is() -> Result<()> {
 /// Frozen weights that a checkpoint brings take the place of those that were packed.
 #[test]
 fn a_checkpoint_brings_frozen_weights() -> Result<()> {
+    checkpoint_brings_frozen_weights(DType::F32)?;
+    checkpoint_brings_frozen_weights(DType::BF16)
+}
+
+fn checkpoint_brings_frozen_weights(dtype: DType) -> Result<()> {
     let case = Case {
         degrees: Degrees::default(),
         zero: ZeroStage::One,
@@ -213,7 +249,7 @@ fn a_checkpoint_brings_frozen_weights() -> Result<()> {
         has_lora: false,
         recompute: Recompute::None,
         num_stages: 1,
-        dtype: DType::F32,
+        dtype,
     };
     let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), case.degrees)?;
     let make = |seed, pack_weights| -> Result<(ModelPart, DistributedOptimizer)> {
@@ -242,6 +278,141 @@ fn a_checkpoint_brings_frozen_weights() -> Result<()> {
         assert_ne!(loss(&part)?, want);
         TrainingCheckpoint::open(&mesh.world, &saved)?.load(&mut optimizer)?;
         assert_eq!(loss(&part)?, want, "{pack_weights:?}");
+    }
+    Ok(())
+}
+
+/// What is only in the order of products is read, freed, put back and asked for by others like everything else.
+#[test]
+fn frozen_weights_that_stay_packed_are_parameters_like_others() -> Result<()> {
+    let case = Case {
+        degrees: Degrees::default(),
+        zero: ZeroStage::One,
+        is_tied: false,
+        has_lora: false,
+        recompute: Recompute::None,
+        num_stages: 1,
+        dtype: DType::BF16,
+    };
+    let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), case.degrees)?;
+    let config = case.config()?;
+    let name = "model.layers.0.mlp.gate_proj.weight";
+    let build = |pack_weights| -> Result<(ParamStore, ModelPart)> {
+        let store = ParamStore::init(5).freeze(|name| name.contains("proj"));
+        let store = store.with_packed_weights(pack_weights);
+        let vb = store.builder(case.dtype, &Device::Cpu);
+        let part = CausalLm::part_with(&config, &mesh, &vb, PartConfig::default())?;
+        Ok((store, part))
+    };
+    let loss = |part: &ModelPart| -> Result<u64> {
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        let sums = pipeline.evaluate(part, Case::batches(1)?.into_iter().map(Ok))?;
+        Ok(sums.loss().to_bits())
+    };
+    let (_, plain) = build(PackWeights::Off)?;
+    let (store, part) = build(PackWeights::Frozen)?;
+    let (want, params) = (loss(&plain)?, part.params());
+    let of = |part: &ModelPart, category| part.params().meter().report().of(category).now;
+    let holds = PackedWeight::can_hold(case.dtype);
+    let is_less = of(&part, MemoryCategory::Weights) < of(&plain, MemoryCategory::Weights);
+    assert_eq!(is_less, holds);
+    let index = params.iter().position(|param| param.name == name).unwrap();
+    let values = params.values(index)?;
+    let bits = |values: &Tensor| -> Result<Vec<f32>> {
+        values.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()
+    };
+    assert_eq!(bits(&values)?, bits(&plain.params().values(index)?)?);
+    assert_eq!(loss(&part)?, want);
+
+    let packed = of(&part, MemoryCategory::Packed);
+    let of_block: Vec<(usize, Tensor)> = (params.iter().enumerate())
+        .filter(|(_, param)| param.blocks == [1])
+        .map(|(index, _)| Ok((index, params.values(index)?.copy()?)))
+        .collect::<Result<_>>()?;
+    params.release(1, &[])?;
+    let error = params.values(index).unwrap_err().to_string();
+    assert!(error.contains("are not in memory"), "{error}");
+    assert!(loss(&part).is_err());
+    assert_eq!(of(&part, MemoryCategory::Packed) < packed, packed > 0);
+    for (index, values) in &of_block {
+        params.refill(*index, values)?;
+    }
+    assert_eq!(loss(&part)?, want);
+    assert_eq!(of(&part, MemoryCategory::Packed), packed);
+
+    // By something that reads the values.
+    let vb = store.builder(case.dtype, &Device::Cpu);
+    let vb = vb.pp("model.layers.0.mlp.gate_proj").tied();
+    let (num_out, num_in) = values.dims2()?;
+    let shard = Shard::even(0, num_out, &mesh.tp)?;
+    let asked = vb.get_placed((num_out, num_in), "weight", shard, WEIGHT_INIT)?;
+    assert_eq!(bits(&asked)?, bits(&values)?);
+    assert_eq!(loss(&part)?, want);
+    assert_eq!(bits(&params.values(index)?)?, bits(&values)?);
+    Ok(())
+}
+
+const WIDTH: usize = 64;
+
+/// A block that reads the values of its linear layer's weight, or multiplies with it.
+struct Reading {
+    linear: ColumnParallelLinear,
+    reads: bool,
+}
+
+impl PlainBlock for Reading {
+    fn forward(&self, tokens: &Tensor, pass: &Pass) -> Result<Tensor> {
+        let xs = tokens.to_dtype(DType::BF16)?.unsqueeze(2)?;
+        let xs = xs.repeat((1, 1, WIDTH))?;
+        match self.reads {
+            true => xs.broadcast_matmul(&self.linear.weight().t()?),
+            false => Ok(self.linear.forward(&xs, pass)?.0),
+        }
+    }
+}
+
+struct Scaled(Tensor);
+
+impl PlainHead for Scaled {
+    fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
+        let sum = xs.broadcast_mul(&self.0)?.to_dtype(DType::F32)?.sqr()?;
+        Ok(Loss::new(sum.sum_all()?, pass.num_targets()? as f64))
+    }
+}
+
+/// Values that a layer does not find have an error that says why.
+#[test]
+fn a_block_that_reads_a_weight_that_stays_packed() -> Result<()> {
+    let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default())?;
+    let run = |reads, pack_weights| -> Result<f64> {
+        let store = ParamStore::init(5).freeze(|name| name.contains("up"));
+        let store = store.with_packed_weights(pack_weights);
+        let vb = store.builder(DType::BF16, &Device::Cpu);
+        let part = ModelPart::build(&mesh, &vb, 2, WIDTH, |index, vb| {
+            Ok(match index {
+                0 => plain_block(Reading {
+                    linear: column_parallel_linear(WIDTH, WIDTH, false, &mesh.tp, vb.pp("up"))?,
+                    reads,
+                }),
+                _ => plain_head(Scaled(vb.get(WIDTH, "scale", candle_nn::init::ONE)?)),
+            })
+        })?;
+        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
+        let sums = pipeline.evaluate(&part, Case::batches(1)?.into_iter().map(Ok))?;
+        Ok(sums.loss())
+    };
+    for pack_weights in [PackWeights::Off, PackWeights::Frozen] {
+        run(false, pack_weights)?;
+    }
+    run(true, PackWeights::Off)?;
+    let read = run(true, PackWeights::Frozen);
+    match PackedWeight::can_hold(DType::BF16) {
+        false => drop(read?),
+        true => {
+            let error = message_of(&read.unwrap_err());
+            let said = "perhaps of up.weight: a frozen weight of a linear layer stays packed, and is nowhere else\nhint: ";
+            assert!(error.contains(said), "{error}");
+        }
     }
     Ok(())
 }

@@ -373,3 +373,61 @@ fn packed_weights_give_the_bits_of_others() -> Result<()> {
     }
     Ok(())
 }
+
+/// A weight that is nowhere but in its packed form gives the bits of its values, which come back as they were.
+#[test]
+fn held_weights_give_the_bits_of_their_values() -> Result<()> {
+    let sizes = [(1, 40, 50), (3, 1300, 33), (16, 70, 65), (27, 96, 40)];
+    let sizes = sizes
+        .into_iter()
+        .chain([(129, 97, 130), (40, 2100, 33), (300, 192, 65)]);
+    for (seed, (n, num_in, num_out)) in sizes.enumerate() {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let random =
+                |i, shape: (usize, usize)| random(10 * seed as u64 + i, shape)?.to_dtype(dtype);
+            let (weight, other) = (random(1, (num_out, num_in))?, random(2, (num_out, num_in))?);
+            let Some(packed) = PackedWeight::new((num_out, num_in), dtype) else {
+                continue;
+            };
+            if !PackedWeight::can_hold(dtype) {
+                assert!(packed.hold(&weight).is_err() && packed.values()?.is_none());
+                continue;
+            }
+            let (x, dy) = (random(3, (n, num_in))?, random(4, (n, num_out))?);
+            let bias = random(5, (1, num_out))?.squeeze(0)?;
+            let results = |weight: LinearWeight<'_>| -> Result<[Vec<f32>; 4]> {
+                let sum = LinearWeight::input_grad_sum(&[
+                    (&dy, LinearWeight::from(&other)),
+                    (&dy, weight),
+                ]);
+                Ok([
+                    floats(&weight.forward(&x, Some(&bias))?)?,
+                    floats(&weight.forward_add(&dy, &x)?)?,
+                    floats(&weight.input_grad(&dy)?)?,
+                    floats(&sum?)?,
+                ])
+            };
+            let held = LinearWeight {
+                values: None,
+                packed: Some(&packed),
+            };
+            let error = held.forward(&x, None).unwrap_err().to_string();
+            assert!(error.contains("are not in memory"), "{error}");
+            for weight in [&weight, &other] {
+                packed.forget();
+                packed.hold(weight)?;
+                let what = format!("{n} x {num_in} -> {num_out}, {dtype:?}");
+                for _ in 0..2 {
+                    assert!(results(held)? == results(weight.into())?, "{what}");
+                }
+                let values = packed.values()?.expect("values are held");
+                assert_eq!(floats(&values)?, floats(weight)?, "{what}");
+            }
+            let error = packed.hold(&x).unwrap_err().to_string();
+            assert!(error.contains("cannot be held from values"), "{error}");
+            packed.forget();
+            assert!(packed.values()?.is_none() && held.input_grad(&dy).is_err());
+        }
+    }
+    Ok(())
+}

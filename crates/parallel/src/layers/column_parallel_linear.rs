@@ -90,7 +90,8 @@ impl ColumnParallelLinear {
         }
     }
 
-    /// The local weight, (local_out, in); its identity, but no values, where it comes [tile by tile](TiledWeight).
+    /// The local weight, (local_out, in); its identity, but no values, where it comes [tile by tile](TiledWeight) or is frozen and
+    /// [stays packed](crate::PackWeights).
     pub fn weight(&self) -> &Tensor {
         self.weight.tensor()
     }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
-    IGNORE_INDEX, cross_entropy_grad_in_place, cross_entropy_loss, linear_forward,
+    IGNORE_INDEX, LinearWeight, cross_entropy_grad_in_place, cross_entropy_loss,
     linear_weight_grad_into, softmax_stats, sum_into,
 };
 
@@ -137,9 +137,9 @@ impl HeadByTiles {
     }
 
     /// Rows, targets and their logits (len, rows of the tile).
-    fn logits(&self, first: usize, len: usize, tile: &Tensor) -> Result<[Tensor; 3]> {
+    fn logits(&self, first: usize, len: usize, tile: LinearWeight<'_>) -> Result<[Tensor; 3]> {
         let xs = self.xs.narrow(0, first, len)?;
-        let logits = linear_forward(&xs, tile, None)?;
+        let logits = tile.forward(&xs, None)?;
         Ok([xs, self.targets.narrow(0, first, len)?, logits])
     }
 
@@ -160,7 +160,7 @@ impl HeadByTiles {
         join: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let mut all: Option<Tensor> = None;
-        self.weight.for_each_tile(|tile_rows, tile| {
+        self.weight.for_each_part(|tile_rows, tile| {
             let mut chunks = Vec::new();
             for (first, len) in self.chunks()? {
                 let [_, targets, logits] = self.logits(first, len, tile)?;
@@ -189,7 +189,7 @@ impl HeadByTiles {
         self.weight.for_each_tile(|tile_rows, tile| {
             let start = self.vocab_start(&tile_rows);
             for (first, len) in self.chunks()? {
-                let [xs, targets, logits] = self.logits(first, len, tile)?;
+                let [xs, targets, logits] = self.logits(first, len, tile.into())?;
                 let log_sum_exp = log_sum_exp.narrow(0, first, len)?;
                 let dz =
                     cross_entropy_grad_in_place(logits, &log_sum_exp, &targets, start, loss_scale)?;

@@ -24,7 +24,7 @@ use super::tie::Tie;
 use crate::agreement::Facts;
 use crate::files::Checkpoint;
 use crate::lora::LoraConfig;
-use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
+use crate::memory::{MemoryGuard, MemoryMeter};
 use crate::offload::{Lane, Offload, OffloadPlace, Stored, WaitingStore};
 use crate::pipeline_layout::PipelineLayout;
 use crate::placement::{intersect, offset_by};
@@ -164,11 +164,17 @@ impl Parameters {
         } else {
             let mut absent = params.iter().filter(|param| !param.is_present());
             absent.try_for_each(|param| param.refill(&initial(param)?))?;
+            for (param, held) in params.iter().zip(&own.params) {
+                if let Some(kept) = &param.kept_packed {
+                    kept.set_only(!held.is_read);
+                }
+                match held.is_read {
+                    true => param.put_back()?,
+                    false => param.pack()?,
+                }
+            }
         }
-        let held = params.iter().map(|param| {
-            let is_present = param.is_present();
-            is_present.then(|| meter.hold(MemoryCategory::Weights, param.num_bytes()))
-        });
+        let held = params.iter().map(|param| param.count(&meter));
         Ok(Self {
             inner: Arc::new(Inner {
                 waiting,
@@ -431,12 +437,10 @@ impl Parameters {
 
     /// Counts the values of parameter `index` if they are in memory.
     fn count(&self, index: usize) {
-        let param = self.get(index);
-        let bytes = param.is_present().then(|| param.num_bytes());
         let held = self.inner.held.lock();
         let mut held = held.unwrap_or_else(PoisonError::into_inner);
         held[index] = None;
-        held[index] = bytes.map(|bytes| self.meter().hold(MemoryCategory::Weights, bytes));
+        held[index] = self.get(index).count(self.meter());
     }
 
     /// Waits for weights that other replicas updated and that are on their way: see [`DataParallel::overlap`](crate::DataParallel::overlap).
@@ -463,6 +467,15 @@ impl Parameters {
         Ok(())
     }
 
+    /// Gives parameter `index`, which no replicas divide, other values, of its local shape.
+    pub(crate) fn put(&self, index: usize, values: &Tensor) -> Result<()> {
+        let param = self.get(index);
+        param.refill(values)?;
+        param.pack()?;
+        self.count(index);
+        Ok(())
+    }
+
     /// Puts values back into parameter `index`, behind every tensor that layers captured; `values` has its local shape, type
     /// and device. The next update goes on from these values, of bf16 weights up to half a unit in their last place, unless the
     /// optimizer has f32 masters of the parameter, as of f16 weights: it then goes on from those. With ZeRO-3 each rank keeps its slice of the values, so all replicas put in the same.
@@ -473,8 +486,7 @@ impl Parameters {
         let param = self.get(index);
         let slot = self.sharded().zip(self.layout().slot(index));
         let Some((sharded, (place, bucket, slot))) = slot else {
-            param.refill(values)?;
-            self.count(index);
+            self.put(index, values)?;
             self.set_save_source(index, SaveSource::Refill);
             return Ok(());
         };

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{D, DType, Result, Tensor};
-use candle_ops::{LinearWeight, PackedWeight, linear_of_few_rows};
+use candle_ops::{LinearWeight, linear_of_few_rows};
 
 use super::packed_weights::KeptWeight;
 use super::sharded_weights::ShardedWeights;
@@ -69,21 +69,21 @@ impl TiledWeight {
 
     /// The whole weight for a product; not where it [is tiled](Self::is_tiled).
     pub(crate) fn whole(&self) -> LinearWeight<'_> {
-        LinearWeight {
-            values: &self.whole,
-            packed: self.packed(),
+        match self.kept() {
+            Some(kept) => kept.weight(&self.whole),
+            None => LinearWeight::from(&self.whole),
         }
     }
 
     /// What stays packed of the whole weight: not where replicas divide weights or they are offloaded.
-    fn packed(&self) -> Option<&PackedWeight> {
+    fn kept(&self) -> Option<&KeptWeight> {
         let is_divided = |divided: &Divided| divided.weights.get().is_some();
         let is_divided = self.divided.as_ref().is_some_and(is_divided);
-        let kept = self.kept_packed.as_ref().filter(|_| !is_divided);
-        kept.and_then(|kept| kept.get())
+        self.kept_packed.as_deref().filter(|_| !is_divided)
     }
 
-    /// The parameter: the identity by which its gradient is found. Its values are not here if [`Self::is_tiled`].
+    /// The parameter: the identity by which its gradient is found. Its values are not here if [`Self::is_tiled`], nor of a frozen weight that
+    /// [stays packed](crate::PackWeights).
     pub fn tensor(&self) -> &Tensor {
         &self.whole
     }
@@ -145,7 +145,9 @@ impl TiledWeight {
             }
         };
         let Some((weights, name)) = self.tiled() else {
-            return use_tile(0..num_rows, &self.whole);
+            let held = self.kept().map(KeptWeight::values);
+            let held = held.transpose()?.flatten();
+            return use_tile(0..num_rows, held.as_ref().unwrap_or(&self.whole));
         };
         let tiles = weights.tiles(name);
         let num_tiles = tiles.len();
@@ -160,6 +162,17 @@ impl TiledWeight {
             use_tile(rows, &values.reshape(shape)?)?;
         }
         Ok(())
+    }
+
+    /// As [`Self::for_each_tile`], for products: the whole weight, if it is here, as it stays packed.
+    pub(crate) fn for_each_part(
+        &self,
+        mut use_part: impl FnMut(Range<usize>, LinearWeight<'_>) -> Result<()>,
+    ) -> Result<()> {
+        match self.is_tiled() {
+            true => self.for_each_tile(|rows, tile| use_part(rows, tile.into())),
+            false => use_part(0..self.whole.dim(0)?, self.whole()),
+        }
     }
 
     /// `xs W^T + bias`, rounded once, or `residual + xs W^T` rounded once, then `bias` added.
@@ -209,14 +222,9 @@ impl TiledWeight {
         residual: Option<&Tensor>,
     ) -> Result<Tensor> {
         let mut parts = Vec::new();
-        self.for_each_tile(|rows, tile| {
+        self.for_each_part(|rows, weight| {
             let (first, len) = (rows.start, rows.len());
             let bias = bias.map(|bias| bias.narrow(0, first, len)).transpose()?;
-            // A tile that is not the whole weight has none.
-            let weight = LinearWeight {
-                values: tile,
-                packed: self.packed(),
-            };
             parts.push(match residual {
                 None => weight.forward(xs, bias.as_ref())?,
                 Some(residual) => {

@@ -91,11 +91,10 @@ impl TrainingCheckpoint {
         for index in 0..params.len() {
             let from = self.save_source(&params.get(index).name);
             if params.sharded().is_none() {
-                let local = 0..params.get(index).num_values();
                 let param = params.get(index);
-                let piece = Piece::of(param, local.clone());
+                let piece = Piece::of(param, 0..param.num_values());
                 if let Some(values) = self.weights(&params, index, &piece)? {
-                    param.flat_part(&local)?.slice_set(&values, 0, 0)?;
+                    params.put(index, &values.reshape(param.local_shape())?)?;
                 }
             }
             let is_trained = params.layout().place(index).is_some();
