@@ -13,7 +13,7 @@ use crate::half_precision::widened;
 use crate::host::HostU8;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
-use crate::matrix::{Addend, Matrix};
+use crate::matrix::Addend;
 use crate::matrix_product::{new_product, parallel_product};
 use crate::op_timer;
 use crate::packed_weight::{LinearWeight, WeightUse};
@@ -286,8 +286,7 @@ impl<'a> Rows<'a> {
         };
         let weight = (self.weight).right::<T>(self.op, WeightUse::Forward, size)?;
         let values = weight.read::<T>();
-        let xs = Matrix::new(xs, rows, num_in, num_in);
-        let factors = weight.factors(xs, values.as_deref());
+        let factors = weight.factors(xs, rows, values.as_deref());
         Ok(parallel_product(addend, &[factors]))
     }
 }

@@ -77,7 +77,7 @@ fn input_grad(op: &'static str, terms: &[(&Tensor, LinearWeight<'_>)]) -> Result
         size.num_k += num_out;
         let dy = HostFloats::new(op, "dy", dy)?;
         weight.check_dtype(op, "dy", dy.dtype())?;
-        hosts.push((dy, num_out));
+        hosts.push(dy);
     }
     let _timer = op_timer::product(op, &dims, size.num_k, [first.dtype(); 2]);
     ProductChoice::from_env()?;
@@ -86,12 +86,10 @@ fn input_grad(op: &'static str, terms: &[(&Tensor, LinearWeight<'_>)]) -> Result
         let weights = weights.map(|(_, weight)| weight.right::<T>(op, WeightUse::InputGrad, size));
         let weights = weights.collect::<Result<Vec<_>>>()?;
         let values = hosts.iter().zip(&weights);
-        let values = values.map(|((dy, _), weight)| (dy.read_as::<T>(), weight.read::<T>()));
+        let values = values.map(|(dy, weight)| (dy.read_as::<T>(), weight.read::<T>()));
         let values: Vec<_> = values.collect();
-        let factors = weights.iter().zip(&values).zip(&hosts);
-        let factors = factors.map(|((weight, (dy, values)), (_, num_out))| {
-            let dy = Matrix::new(dy, rows, *num_out, *num_out);
-            weight.factors(dy, values.as_deref())
+        let factors = weights.iter().zip(&values).map(|(weight, (dy, values))| {
+            weight.factors(dy, rows, values.as_deref())
         });
         let factors: Vec<_> = factors.collect();
         let dxs = parallel_product::<T, T>(Addend::Nothing, &factors);

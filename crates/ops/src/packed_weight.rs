@@ -316,10 +316,11 @@ pub(crate) struct RightWeight {
 }
 
 impl RightWeight {
-    /// The factors of a product with `lhs`; `values` are what [`Self::read`] gave.
+    /// The factors of a product of so many rows with it; `values` are what [`Self::read`] gave.
     pub(crate) fn factors<'a, T>(
         &'a self,
-        lhs: Matrix<'a, T>,
+        lhs: &'a [T],
+        rows: usize,
         values: Option<&'a [T]>,
     ) -> Factors<'a, T> {
         let (num_out, num_in) = self.dims;
@@ -328,6 +329,7 @@ impl RightWeight {
             None => Matrix::without_values(num_out, num_in),
         };
         let rhs = self.which.right(values);
+        let lhs = Matrix::new(lhs, rows, rhs.rows, rhs.rows);
         let panels = self.panels.as_deref();
         Factors { lhs, rhs, panels }
     }

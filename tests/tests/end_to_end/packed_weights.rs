@@ -44,6 +44,19 @@ struct Trained {
 }
 
 impl Case {
+    /// One rank that trains everything.
+    fn plain(dtype: DType) -> Self {
+        Self {
+            degrees: Degrees::default(),
+            zero: ZeroStage::One,
+            is_tied: false,
+            has_lora: false,
+            recompute: Recompute::None,
+            num_stages: 1,
+            dtype,
+        }
+    }
+
     fn config(&self) -> Result<ModelConfig> {
         let config = json!({
             "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 120,
@@ -144,15 +157,7 @@ impl Case {
 #[test]
 fn packed_weights_leave_training_as_it_is() -> Result<()> {
     let degrees = |pp, dp, tp| Degrees { pp, dp, tp, cp: 1 };
-    let plain = Case {
-        degrees: degrees(1, 1, 1),
-        zero: ZeroStage::One,
-        is_tied: false,
-        has_lora: false,
-        recompute: Recompute::None,
-        num_stages: 1,
-        dtype: DType::BF16,
-    };
+    let plain = Case::plain(DType::BF16);
     let cases = [
         plain,
         Case {
@@ -234,6 +239,13 @@ fn packed_weights_leave_training_as_it_is() -> Result<()> {
     Ok(())
 }
 
+/// The loss of some batches.
+fn evaluated(part: &ModelPart, mesh: &Mesh) -> Result<f64> {
+    let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, mesh);
+    let sums = pipeline.evaluate(part, Case::batches(1)?.into_iter().map(Ok))?;
+    Ok(sums.loss())
+}
+
 /// Frozen weights that a checkpoint brings take the place of those that were packed.
 #[test]
 fn a_checkpoint_brings_frozen_weights() -> Result<()> {
@@ -242,15 +254,7 @@ fn a_checkpoint_brings_frozen_weights() -> Result<()> {
 }
 
 fn checkpoint_brings_frozen_weights(dtype: DType) -> Result<()> {
-    let case = Case {
-        degrees: Degrees::default(),
-        zero: ZeroStage::One,
-        is_tied: false,
-        has_lora: false,
-        recompute: Recompute::None,
-        num_stages: 1,
-        dtype,
-    };
+    let case = Case::plain(dtype);
     let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), case.degrees)?;
     let make = |seed, pack_weights| -> Result<(ModelPart, DistributedOptimizer)> {
         let store = ParamStore::init(seed).freeze(|name| name.contains("proj"));
@@ -261,11 +265,7 @@ fn checkpoint_brings_frozen_weights(dtype: DType) -> Result<()> {
         let optimizer = DistributedOptimizer::adamw(part.params(), &mesh, AdamWConfig::default())?;
         Ok((part, optimizer))
     };
-    let loss = |part: &ModelPart| -> Result<u64> {
-        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-        let sums = pipeline.evaluate(part, Case::batches(1)?.into_iter().map(Ok))?;
-        Ok(sums.loss().to_bits())
-    };
+    let loss = |part: &ModelPart| evaluated(part, &mesh).map(f64::to_bits);
     let dir = tempfile::tempdir().unwrap();
     let (part, optimizer) = make(5, PackWeights::Off)?;
     let want = loss(&part)?;
@@ -285,15 +285,7 @@ fn checkpoint_brings_frozen_weights(dtype: DType) -> Result<()> {
 /// What is only in the order of products is read, freed, put back and asked for by others like everything else.
 #[test]
 fn frozen_weights_that_stay_packed_are_parameters_like_others() -> Result<()> {
-    let case = Case {
-        degrees: Degrees::default(),
-        zero: ZeroStage::One,
-        is_tied: false,
-        has_lora: false,
-        recompute: Recompute::None,
-        num_stages: 1,
-        dtype: DType::BF16,
-    };
+    let case = Case::plain(DType::BF16);
     let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), case.degrees)?;
     let config = case.config()?;
     let name = "model.layers.0.mlp.gate_proj.weight";
@@ -304,11 +296,7 @@ fn frozen_weights_that_stay_packed_are_parameters_like_others() -> Result<()> {
         let part = CausalLm::part_with(&config, &mesh, &vb, PartConfig::default())?;
         Ok((store, part))
     };
-    let loss = |part: &ModelPart| -> Result<u64> {
-        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-        let sums = pipeline.evaluate(part, Case::batches(1)?.into_iter().map(Ok))?;
-        Ok(sums.loss().to_bits())
-    };
+    let loss = |part: &ModelPart| evaluated(part, &mesh).map(f64::to_bits);
     let (_, plain) = build(PackWeights::Off)?;
     let (store, part) = build(PackWeights::Frozen)?;
     let (want, params) = (loss(&plain)?, part.params());
@@ -397,9 +385,7 @@ fn a_block_that_reads_a_weight_that_stays_packed() -> Result<()> {
                 _ => plain_head(Scaled(vb.get(WIDTH, "scale", candle_nn::init::ONE)?)),
             })
         })?;
-        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-        let sums = pipeline.evaluate(&part, Case::batches(1)?.into_iter().map(Ok))?;
-        Ok(sums.loss())
+        evaluated(&part, &mesh)
     };
     for pack_weights in [PackWeights::Off, PackWeights::Frozen] {
         run(false, pack_weights)?;
