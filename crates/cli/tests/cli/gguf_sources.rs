@@ -75,15 +75,14 @@ fn a_checkpoint_is_the_model_that_the_run_saves() {
     let workspace = Workspace::new();
     let saves = workspace.path("saves");
     let runs = [
-        workspace.finetune().flag("--freeze", "layers.1|norm"),
-        workspace.finetune().flag("--lora-rank", 2),
+        (
+            "whole",
+            workspace.finetune().flag("--freeze", "layers.1|norm"),
+        ),
+        ("lora", workspace.finetune().flag("--lora-rank", 2)),
     ];
-    for run in runs {
-        let output = workspace.path(if run.words().contains(&"--lora-rank".to_string()) {
-            "lora"
-        } else {
-            "whole"
-        });
+    for (name, run) in runs {
+        let output = workspace.path(name);
         run.flag("--output", output.display())
             .flag("--save-every", 1)
             .flag("--save-dir", saves.display())
