@@ -37,6 +37,9 @@ pub enum QuantizedType {
 }
 
 impl QuantizedType {
+    /// Values that share a scale. The last block of a row may be shorter.
+    pub const BLOCK: usize = BLOCK;
+
     /// Bytes of the packed form of a row of `len` values, a multiple of 4.
     pub const fn row_bytes(self, len: usize) -> usize {
         let (whole, rest) = (len / BLOCK * self.block_bytes(BLOCK), len % BLOCK);

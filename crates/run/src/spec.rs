@@ -231,21 +231,34 @@ impl RunSpec {
     /// # Errors
     /// A number of micro-batches that the schedule is not made for.
     pub fn memory_plan(&self, model: &ModelSpec, rank: &RankSpec) -> Result<MemoryPlan> {
+        self.memory_plan_of(model, rank, self.plan(model)?.as_ref())
+    }
+
+    /// The schedule's lists for a step of `model`; `None` for parameter servers.
+    fn plan(&self, model: &ModelSpec) -> Result<Option<Plan>> {
+        if self.training.strategy.num_servers() > 0 {
+            return Ok(None);
+        }
+        let schedule = self.training.layout.pipeline.order.schedule();
+        let (num_micro_batches, _) = self.micro_batches();
+        Plan::new(&schedule, model.layout(), num_micro_batches).map(Some)
+    }
+
+    fn memory_plan_of(
+        &self,
+        model: &ModelSpec,
+        rank: &RankSpec,
+        plan: Option<&Plan>,
+    ) -> Result<MemoryPlan> {
         let (batches, parts) = (&self.training.batches, &self.training.layout);
         let degrees = parts.degrees();
-        let (num_micro_batches, micro_batch_size) = self.micro_batches();
-        let schedule = parts.pipeline.order.schedule();
+        let (_, micro_batch_size) = self.micro_batches();
         // Of a micro-batch that context-parallel ranks divide.
         let seq_len = batches.sequences.seq_len();
         let longest = self.samples.map_or(seq_len, |(_, longest)| longest);
         let num_tokens = micro_batch_size.saturating_mul(longest.min(seq_len));
         let num_tokens = num_tokens.div_ceil(degrees.cp);
-        let layout = model.layout();
-        let plan = match self.training.strategy.num_servers() {
-            0 => Some(Plan::new(&schedule, layout, num_micro_batches)?),
-            _ => None,
-        };
-        let passes = plan.as_ref().map(|plan| PlannedPasses {
+        let passes = plan.map(|plan| PlannedPasses {
             plan,
             tapes: model.tapes(),
             recompute: parts.recompute.into(),
@@ -355,20 +368,34 @@ impl RunSpec {
             peak: 0,
             of_ranks: Vec::new(),
         };
-        for rank in (0..pp).flat_map(|stage| (0..tp).map(move |part| stage * dp * cp * tp + part)) {
-            let plan = self.memory_plan(model, &model.of_rank(rank))?;
-            let (report, peak) = (plan.report(), plan.peak());
-            if rank == 0 {
-                memory.first = report;
+        let plan = self.plan(model)?;
+        for stage in 0..pp {
+            // Most tensor-parallel ranks of a stage hold alike: each kind is planned once.
+            let mut planned: Vec<(RankSpec, MemoryReport, u64)> = Vec::new();
+            for part in 0..tp {
+                let rank = stage * dp * cp * tp + part;
+                let spec = model.of_rank(rank);
+                let like = planned.iter().find(|(other, ..)| other.holds_like(&spec));
+                let (report, peak) = match like {
+                    Some((_, report, peak)) => (*report, *peak),
+                    None => {
+                        let memory = self.memory_plan_of(model, &spec, plan.as_ref())?;
+                        planned.push((spec, memory.report(), memory.peak()));
+                        (memory.report(), memory.peak())
+                    }
+                };
+                if rank == 0 {
+                    memory.first = report;
+                }
+                memory.of_ranks.push(RankMemory {
+                    peak,
+                    now: report.on_device(|of| of.now),
+                    host: report.of(MemoryCategory::Host).peak,
+                    disk: report.of(MemoryCategory::Disk).peak,
+                });
+                memory.largest = memory.largest.max(&report);
+                memory.peak = memory.peak.max(peak);
             }
-            memory.of_ranks.push(RankMemory {
-                peak,
-                now: report.on_device(|of| of.now),
-                host: report.of(MemoryCategory::Host).peak,
-                disk: report.of(MemoryCategory::Disk).peak,
-            });
-            memory.largest = memory.largest.max(&report);
-            memory.peak = memory.peak.max(peak);
         }
         Ok(memory)
     }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
 use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Device, Error, Result};
 use candle_launch::PEER_FAILED_EXIT_CODE;
 use candle_ops::GpuState;
 use candle_parallel::checkpoint::{HfSave, SpaceNeed, check_free_space, with_config_dtype};
@@ -454,11 +454,14 @@ impl TrainingRun<'_> {
             self.stop.note(trainer.step());
         }
         ranks.failure_exit_code.store(1, Ordering::Relaxed);
-        let mut trainer = trainer.with_stop(self.stop.asks(&self.observers));
+        let to_save = save.clone();
+        let mut trainer = trainer
+            .with_stop(self.stop.asks(&self.observers))
+            .with_save_at_end(move |trainer| save_model(trainer, &to_save, is_first));
         let batches = match self.fit(&mut trainer, mesh, position) {
             Ok(batches) => batches,
             Err(err) if trainer.has_diverged() => return Ok(End::Diverged(err)),
-            Err(err) => return Err(err),
+            Err(err) => return Err(self.told_of_save(err, &trainer)),
         };
         if trainer.is_stopped() {
             let batches = save_dir.is_some().then_some(&batches);
@@ -482,18 +485,34 @@ impl TrainingRun<'_> {
                 ..stopped
             }));
         }
+        let mut is_saved = trainer.has_saved_at_end();
         if training.evaluation.patience.is_some() {
             let best = training.folder_of_best()?;
             let folders = best.as_deref().into_iter();
             let folders: Vec<&Path> = folders.chain(training.checkpoints.folders()).collect();
-            take_best(&mut trainer, mesh, &folders, &self.observers)?;
+            let is_taken = take_best(&mut trainer, mesh, &folders, &self.observers)
+                .map_err(|err| self.told_of_save(err, &trainer))?;
+            is_saved &= !is_taken;
+        }
+        if !is_saved {
+            save_model(&trainer, save, is_first)?;
         }
         self.print_sample(last_title, mesh, trainer.part())?;
-        save_model(&trainer, save, is_first)?;
         Ok(match trainer.num_checkpoints_failed() {
             0 => End::Complete,
             number => End::WithoutCheckpoints(number),
         })
+    }
+
+    /// The error, which says where the trained model is if it was saved before.
+    fn told_of_save(&self, err: Error, trainer: &Trainer) -> Error {
+        if !trainer.has_saved_at_end() {
+            return err;
+        }
+        let output = self.spec.training.output.output.display();
+        err.context(format!(
+            "the trained model is saved to {output}; what came after it failed"
+        ))
     }
 
     /// Checks, on the first rank, that there is room for what the run saves, when what earlier ones have left is gone, and opens what the

@@ -38,6 +38,8 @@ pub enum TrainEvent<'a> {
     Evaluation(&'a EvalMetrics),
 }
 
+type SavesAtEnd = Box<dyn FnMut(&Trainer) -> Result<()> + Send>;
+
 /// Trains one rank's stage of a model, in step with the other ranks of the mesh.
 pub struct Trainer {
     config: TrainConfig,
@@ -59,6 +61,8 @@ pub struct Trainer {
     asks_to_stop: Option<Box<dyn Fn() -> bool + Send>>,
     is_stopped: bool,
     checkpoints: Option<Checkpoints>,
+    saves_at_end: Option<SavesAtEnd>,
+    has_saved_at_end: bool,
     losses: LossRange,
     num_replicas: usize,
     flops: Option<ModelFlops>,
@@ -213,6 +217,8 @@ impl Trainer {
             asks_to_stop: None,
             is_stopped: false,
             checkpoints: None,
+            saves_at_end: None,
+            has_saved_at_end: false,
             losses: LossRange::default(),
             num_replicas: mesh.dp.world_size(),
             flops: None,
@@ -255,6 +261,20 @@ impl Trainer {
     pub fn with_checkpoints(mut self, checkpoints: Checkpoints) -> Self {
         self.checkpoints = Some(checkpoints);
         self
+    }
+
+    /// Calls `save` on every rank as soon as the last step is done, before the last evaluation: what fails after it loses no trained model.
+    pub fn with_save_at_end(
+        mut self,
+        save: impl FnMut(&Self) -> Result<()> + Send + 'static,
+    ) -> Self {
+        self.saves_at_end = Some(Box::new(save));
+        self
+    }
+
+    /// Whether what [`Self::with_save_at_end`] was given has saved the model: the same on every rank.
+    pub fn has_saved_at_end(&self) -> bool {
+        self.has_saved_at_end
     }
 
     /// Evaluates between the steps of [`Self::train`] from now on, before a checkpoint that is due then. Every rank must be told the same.
@@ -372,6 +392,13 @@ impl Trainer {
             if self.losses.stops && self.has_left_range()? {
                 self.optimizer.set_diverged();
                 return Err(self.after_failed_step(self.out_of_range(&metrics), position));
+            }
+            if self.step == num_steps
+                && let Some(mut save) = self.saves_at_end.take()
+            {
+                self.world.set_step(self.step, "saving the model");
+                save(self)?;
+                self.has_saved_at_end = true;
             }
             let evaluation = self.evaluation.as_ref();
             if evaluation.is_some_and(|it| it.is_due(self.step, num_steps)) {

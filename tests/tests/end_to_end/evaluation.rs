@@ -108,6 +108,37 @@ fn every_sample_counts_once_on_every_layout() {
             },
             2,
         ),
+        // The last replica has a round of one token without a target, so one context-parallel rank of it has no rows.
+        (
+            Layout {
+                cp: 2,
+                tile_linears: 4,
+                ..layout((1, 2, 1), ZeroStage::Three)
+            },
+            1,
+        ),
+        (
+            Layout {
+                cp: 3,
+                tile_linears: 2,
+                ..layout((1, 2, 2), ZeroStage::Three)
+            },
+            1,
+        ),
+        (
+            Layout {
+                cp: 2,
+                ..layout((2, 2, 1), ZeroStage::Three)
+            },
+            1,
+        ),
+        (
+            Layout {
+                cp: 2,
+                ..layout((1, 2, 2), ZeroStage::One)
+            },
+            1,
+        ),
     ];
     for name in ["gqa", "tied_bias"] {
         let fixture = Fixture::new(name);

@@ -1,6 +1,7 @@
 //! The gradients that a step accumulates over its micro-batches.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_comm::Mesh;
@@ -250,16 +251,26 @@ impl Gradients {
         }
     }
 
-    /// Writes zeros to the places of a whole bucket that hold no gradient of these passes.
+    /// Writes zeros to the places of a whole bucket that hold no gradient of these passes, and between parameters where their blocks share a
+    /// scale: a buffer is used again for other values.
     pub(super) fn write_missing(&self, bucket: usize, whole: &FlatBuffer) -> Result<()> {
-        let slots = &self.params.layout().gradient_bucket(bucket).slots;
-        // A GPU allocates no 0 bytes.
-        for slot in slots.iter().filter(|slot| !slot.range.is_empty()) {
-            if !self.filled[bucket].contains(&slot.param) {
-                let len = slot.range.len();
-                let zeros = Tensor::zeros(len, DType::F32, whole.tensor().device())?;
-                whole.write(slot.range.start, &zeros)?;
+        let index = bucket;
+        let bucket = self.params.layout().gradient_bucket(index);
+        let is_quantized = (self.params.groups().reduce_type(bucket))
+            .quantized()
+            .is_some();
+        let mut end = 0;
+        for slot in &bucket.slots {
+            if is_quantized {
+                write_zeros(whole, end..slot.range.start)?;
             }
+            if !self.filled[index].contains(&slot.param) {
+                write_zeros(whole, slot.range.clone())?;
+            }
+            end = slot.range.end;
+        }
+        if is_quantized {
+            write_zeros(whole, end..bucket.len)?;
         }
         Ok(())
     }
@@ -364,4 +375,13 @@ impl GradientSink for Gradients {
         let index = self.places.get(&weight.id())?;
         Some(self.params.get(*index).name.clone())
     }
+}
+
+fn write_zeros(flat: &FlatBuffer, range: Range<usize>) -> Result<()> {
+    // A GPU allocates no 0 bytes.
+    if range.is_empty() {
+        return Ok(());
+    }
+    let zeros = Tensor::zeros(range.len(), DType::F32, flat.tensor().device())?;
+    flat.write(range.start, &zeros)
 }

@@ -88,7 +88,8 @@ impl HeadByTiles {
     /// The sum of the losses, and the number of rows whose largest logit is that of their target, of equal ones the first: f64 scalars on the host.
     pub fn predictions(&self) -> Result<[Tensor; 2]> {
         if self.xs.dim(0)? == 0 {
-            // All tensor-parallel ranks have as many rows.
+            // Replicas with rows need this rank's part of each tile; all tensor-parallel ranks have as many rows.
+            self.weight.for_each_part(|_, _| Ok(()))?;
             let none = Tensor::new(0f64, &Device::Cpu)?;
             return Ok([none.clone(), none]);
         }

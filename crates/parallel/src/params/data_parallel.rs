@@ -206,6 +206,16 @@ impl DataParallel {
         }
     }
 
+    /// The multiple of values at which each parameter begins in a bucket. Values that move in 8 or 4 bits share a scale with their
+    /// block, so no block has values of two parameters: a small one beside a large one would be lost.
+    pub(crate) fn slot_alignment(&self) -> usize {
+        if self.quantize_weights || self.reduce.quantized().is_some() {
+            QuantizedType::BLOCK
+        } else {
+            1
+        }
+    }
+
     /// The number of groups between which quantized gradients make a second hop, if they do; `num_slices` ranks divide everything.
     fn num_hop_groups(&self, num_slices: usize) -> Option<usize> {
         self.reduce.quantized()?;

@@ -94,11 +94,18 @@ struct Key {
 }
 
 impl ParamLayout {
-    /// Buckets of these parameters of a rank, whose lengths `num_slices` ranks divide.
-    pub fn new(params: &[HeldParam], ties: &[TieSpec], num_slices: usize) -> Self {
+    /// Buckets of these parameters of a rank, whose lengths `num_slices` ranks divide. Each parameter begins at a multiple of
+    /// `slot_alignment` values.
+    pub fn new(
+        params: &[HeldParam],
+        ties: &[TieSpec],
+        num_slices: usize,
+        slot_alignment: usize,
+    ) -> Self {
         let (trainable, frozen): (Vec<usize>, Vec<usize>) =
             (0..params.len()).partition(|&index| params[index].trainable);
-        let buckets_of = |members: &[usize]| buckets(params, members, ties, num_slices);
+        let buckets_of =
+            |members: &[usize]| buckets(params, members, ties, num_slices, slot_alignment);
         let mut buckets = buckets_of(&trainable);
         let more = split_stages(&mut buckets, ties);
         let mut places = vec![None; params.len()];
@@ -207,6 +214,7 @@ fn buckets(
     members: &[usize],
     ties: &[TieSpec],
     num_slices: usize,
+    slot_alignment: usize,
 ) -> Vec<Bucket> {
     let mut by_key: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
     for &index in members {
@@ -223,12 +231,12 @@ fn buckets(
         by_key.entry(key).or_default().push(index);
     }
     let bucket = |(key, mut members): (Key, Vec<usize>)| {
-        let mut len = 0;
+        let mut len = 0usize;
         members.sort_by_key(|&index| Reverse(params[index].num_global_values));
         let dtype = members.first().map(|&index| params[index].dtype);
         let slots = members.into_iter().map(|param| {
-            let start = len;
-            len += params[param].num_values;
+            let start = len.next_multiple_of(slot_alignment);
+            len = start + params[param].num_values;
             let range = start..len;
             Slot { param, range }
         });
@@ -239,7 +247,7 @@ fn buckets(
             block: blocks.first().copied().unwrap_or(0),
             blocks: blocks.into_iter().collect(),
             tie: key.tie,
-            len: len.next_multiple_of(SLICE_ALIGNMENT * num_slices),
+            len: len.next_multiple_of(SLICE_ALIGNMENT.max(slot_alignment) * num_slices),
             dtype: dtype.unwrap_or(DType::F32),
             is_tiled: key.is_tiled,
             sharing: key.sharing,

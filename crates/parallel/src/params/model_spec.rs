@@ -29,6 +29,8 @@ pub struct ModelSpec {
     params: Vec<ParamSpec>,
     layout: PipelineLayout,
     degrees: Degrees,
+    /// The multiple of values at which a parameter begins in the flat buffers of a rank.
+    slot_alignment: usize,
     /// Of each block, if the model was described and not built.
     tapes: Vec<Option<Tape>>,
 }
@@ -51,7 +53,12 @@ pub struct Holder {
 }
 
 impl ModelSpec {
-    fn new(params: Vec<ParamSpec>, layout: PipelineLayout, degrees: Degrees) -> Result<Self> {
+    fn new(
+        params: Vec<ParamSpec>,
+        layout: PipelineLayout,
+        degrees: Degrees,
+        slot_alignment: usize,
+    ) -> Result<Self> {
         params
             .iter()
             .try_for_each(|param| param.check(degrees.tp))?;
@@ -59,6 +66,7 @@ impl ModelSpec {
             params,
             layout,
             degrees,
+            slot_alignment,
             tapes: Vec::new(),
         })
     }
@@ -95,7 +103,7 @@ impl ModelSpec {
             param.outside = (0..layout.num_ranks()).collect();
         }
         params.iter_mut().for_each(|param| param.asked_by = None);
-        let model = Self::new(params, layout, degrees)?;
+        let model = Self::new(params, layout, degrees, store.slot_alignment())?;
         store.check(&model, degrees.dp * degrees.cp)?;
         Ok(Self { tapes, ..model })
     }
@@ -106,6 +114,7 @@ impl ModelSpec {
         own: Vec<ParamSpec>,
         layout: &PipelineLayout,
         mesh: &Mesh,
+        slot_alignment: usize,
     ) -> Result<Self> {
         let whole = match mesh.pp.world_size() {
             1 => Ok(own),
@@ -119,7 +128,7 @@ impl ModelSpec {
         };
         let model = whole.and_then(|mut params| {
             params.iter_mut().for_each(|param| param.asked_by = None);
-            Self::new(params, layout.clone(), mesh.degrees)
+            Self::new(params, layout.clone(), mesh.degrees, slot_alignment)
         });
         Facts::agree(
             &mesh.world,
@@ -261,7 +270,7 @@ impl ModelSpec {
             stages: own_stages.map(|stage| layout.blocks(stage)).collect(),
             replica: rank / tp % num_replicas,
             num_replicas,
-            layout: ParamLayout::new(&params, &ties, num_replicas),
+            layout: ParamLayout::new(&params, &ties, num_replicas, self.slot_alignment),
             params,
             ties,
         }

@@ -113,7 +113,7 @@ impl Parameters {
             "give every rank the same model, seed and settings; ranks differ only in their place in the mesh and, with data \
              parallelism, in their data",
         )?;
-        let model = ModelSpec::exchange(specs, layout, mesh)?;
+        let model = ModelSpec::exchange(specs, layout, mesh, replicas.slot_alignment())?;
         let own = model.of_rank(mesh.world.rank());
         own.check_built(&params)?;
         let groups = ReplicaGroups::new(replicas, offloads_weights, mesh)?;

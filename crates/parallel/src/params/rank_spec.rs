@@ -85,6 +85,24 @@ impl RankSpec {
         self.params[index].owned.ranges()
     }
 
+    /// Whether a rank with `other` holds the same bytes at every moment: all is alike but what they write to files.
+    pub fn holds_like(&self, other: &Self) -> bool {
+        let is_like = |(own, other): (&HeldParam, &HeldParam)| {
+            let owned = other.owned.clone();
+            *other
+                == HeldParam {
+                    owned,
+                    ..own.clone()
+                }
+        };
+        let place = |spec: &Self| (spec.pp_rank, spec.replica, spec.num_replicas);
+        place(self) == place(other)
+            && (&self.stages, &self.ties, &self.layout)
+                == (&other.stages, &other.ties, &other.layout)
+            && self.params.len() == other.params.len()
+            && self.params.iter().zip(&other.params).all(is_like)
+    }
+
     /// An error unless these are what was built.
     pub(super) fn check_built(&self, built: &[Param]) -> Result<()> {
         let names = |held: &[HeldParam]| -> Vec<String> {

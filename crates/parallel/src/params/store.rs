@@ -509,6 +509,11 @@ impl ParamStore {
         state.params.values().map(spec).collect()
     }
 
+    /// The multiple of values at which a parameter begins in flat buffers.
+    pub(super) fn slot_alignment(&self) -> usize {
+        self.lock().replicas.slot_alignment()
+    }
+
     /// An error if what the store was told does not fit a model that asked for this, on so many replicas.
     pub(super) fn check(&self, model: &ModelSpec, num_replicas: usize) -> Result<()> {
         let state = self.lock();

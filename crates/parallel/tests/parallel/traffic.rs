@@ -17,14 +17,31 @@ const BYTES: usize = 4;
 /// This rank's buckets, each a block and a number of values: one per block, and one for what tensor-parallel ranks have copies of, each replica's
 /// part padded to 64.
 pub fn padded_buckets(part: &ModelPart, dp: usize, tp: usize) -> Vec<(usize, usize)> {
+    aligned_buckets(part, dp, tp, 1)
+}
+
+/// [`padded_buckets`] whose parameters begin at multiples of `alignment` values.
+fn aligned_buckets(
+    part: &ModelPart,
+    dp: usize,
+    tp: usize,
+    alignment: usize,
+) -> Vec<(usize, usize)> {
     let mut by_bucket: BTreeMap<(usize, bool), usize> = BTreeMap::new();
     for param in part.params().iter() {
         let is_copied = tp > 1 && param.shard().is_none();
-        *by_bucket.entry((param.blocks[0], is_copied)).or_default() += param.num_values();
+        *by_bucket.entry((param.blocks[0], is_copied)).or_default() +=
+            param.num_values().next_multiple_of(alignment);
     }
     let lens = by_bucket.into_iter();
-    lens.map(|((block, _), len)| (block, len.next_multiple_of(64 * dp)))
+    lens.map(|((block, _), len)| (block, len.next_multiple_of(alignment.max(64) * dp)))
         .collect()
+}
+
+/// Values of the buckets of gradients or weights that move in 8 or 4 bits.
+pub fn quantized_values(part: &ModelPart, dp: usize) -> Vec<usize> {
+    let buckets = aligned_buckets(part, dp, 1, 256).into_iter();
+    buckets.map(|(_, len)| len).collect()
 }
 
 /// Their values, the head's at the end.

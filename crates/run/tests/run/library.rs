@@ -80,6 +80,38 @@ fn a_run_of_a_few_words_trains_and_tells_its_observers() {
 }
 
 #[test]
+fn a_model_whose_last_evaluation_fails_is_saved() {
+    let dir = tempdir().unwrap();
+    let [whole, failed] = ["whole", "failed"].map(|name| dir.path().join(name));
+    let run = |output: &Path, steps| {
+        let mut run = finetune(output).steps(steps);
+        run.training.evaluation.eval_fraction = Some(0.2);
+        run.training.evaluation.eval_every = Some(2);
+        run
+    };
+    let fail_at = |number: usize| {
+        let mut num_evaluations = 0;
+        move |event: &RunEvent| {
+            if let RunEvent::Train(TrainEvent::Begin("evaluating")) = event {
+                num_evaluations += 1;
+                assert!(num_evaluations < number, "evaluation {number} fails");
+            }
+            ControlFlow::Continue(())
+        }
+    };
+    run(&whole, 4).train_with(Observers::none()).unwrap();
+    let failing = Observers::none().and(fail_at(2));
+    let said = run(&failed, 4).train_with(failing).unwrap_err().to_string();
+    assert!(said.contains("evaluation 2 fails"), "{said}");
+    assert!(weights(&whole) == weights(&failed));
+    // One before the last step ends a run that is not done.
+    let early = dir.path().join("early");
+    let failing = Observers::none().and(fail_at(1));
+    run(&early, 4).train_with(failing).unwrap_err();
+    assert!(!early.exists());
+}
+
+#[test]
 fn an_observer_stops_the_run_and_another_one_goes_on() {
     let dir = tempdir().unwrap();
     let stop = |event: &RunEvent| match event {
