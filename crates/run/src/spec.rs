@@ -430,7 +430,41 @@ impl RunSpec {
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Result;
+    use candle_train_models::ModelConfig;
+
     use super::{Degrees, MemoryReport, PathBuf, RankMemory, RanksMemory};
+    use crate::Finetune;
+
+    /// 5 heads on 3 ranks: the first one has one, the others two.
+    #[test]
+    fn each_rank_is_planned_as_it_is_alone() -> Result<()> {
+        let config = ModelConfig::from_json(
+            r#"{"model_type": "llama", "vocab_size": 999, "hidden_size": 40, "intermediate_size": 99, "num_hidden_layers": 4,
+                "num_attention_heads": 5, "num_key_value_heads": 5, "rms_norm_eps": 1e-5, "max_position_embeddings": 256}"#,
+        )?;
+        let mut run = Finetune::new("org/name").data("chat.jsonl");
+        let layout = &mut run.training.layout;
+        (layout.pp, layout.tp, layout.dp) = (2, 3, Some(2));
+        let spec = run.spec(&config, 12)?;
+        let model = spec.model()?;
+        let memory = spec.memory(&model)?;
+        let mut peaks = Vec::new();
+        for (place, rank) in [0, 1, 2, 6, 7, 8].into_iter().enumerate() {
+            let plan = spec.memory_plan(&model, &model.of_rank(rank))?;
+            let (of_rank, report) = (memory.of_ranks[place], plan.report());
+            assert_eq!(of_rank.peak, plan.peak(), "rank {rank}");
+            assert_eq!(of_rank.now, report.on_device(|of| of.now), "rank {rank}");
+            peaks.push(plan.peak());
+        }
+        assert!(model.of_rank(1).holds_like(&model.of_rank(2)));
+        assert!(!model.of_rank(0).holds_like(&model.of_rank(1)));
+        assert!(
+            peaks[0] != peaks[1] && peaks[1] == peaks[2] && peaks[0] != peaks[3],
+            "{peaks:?}"
+        );
+        Ok(())
+    }
 
     #[test]
     fn ranks_together_hold_less_than_the_largest_times_their_number() {

@@ -2,6 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::process::Command;
+
+use candle_ops::ProductChoice;
 
 use super::program::Program;
 use super::workspace::{Workspace, candle_train};
@@ -97,11 +100,40 @@ fn an_end_for_want_of_memory_says_what_takes_less() {
     }
 }
 
+/// What stays packed depends on the processor, and the environment decides for a whole process.
+#[test]
+fn in_each_way_of_multiplying() {
+    let possible = ProductChoice::ALL.into_iter();
+    for choice in possible.filter(|choice| choice.is_possible()) {
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "cli::lora::a_base_in_fewer_bits_takes_less_memory_and_nearly_the_same_losses",
+                "cli::memory::the_memory_of_packed_weights_is_expected",
+            ])
+            .env("CANDLE_TRAIN_PRODUCTS", choice.to_string())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            said.contains("test result: ok. 2 passed"),
+            "{choice}: {said}"
+        );
+    }
+}
+
+#[test]
+fn the_memory_of_packed_weights_is_expected() {
+    assert_expected(&[
+        "--pack-weights on",
+        "--pack-weights on --lora-rank 8",
+        "--pack-weights on --bf16 --freeze layers.[01]",
+    ]);
+}
+
 #[test]
 fn the_memory_that_is_expected_is_what_is_held() {
-    let workspace = Workspace::new();
-    let mut wrong = Vec::new();
-    for flags in [
+    assert_expected(&[
         "",
         "--recompute full",
         "--pp 2 --tp 2",
@@ -126,7 +158,14 @@ fn the_memory_that_is_expected_is_what_is_held() {
         "--lora-rank 8 --lora-targets layers.3.self_attn.q_proj",
         "--lora-rank 8 --dp 2 --zero 3 --base-dtype bf16",
         "--lora-rank 8 --base-dtype q8_0",
-    ] {
+    ]);
+}
+
+/// Compares what runs with these flags expect with what they hold.
+fn assert_expected(all_flags: &[&str]) {
+    let workspace = Workspace::new();
+    let mut wrong = Vec::new();
+    for flags in all_flags {
         let mut words = flags.split(' ').filter(|word| !word.is_empty()).peekable();
         let mut program = run(&workspace);
         while let Some(flag) = words.next() {

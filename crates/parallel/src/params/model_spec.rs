@@ -219,24 +219,24 @@ impl ModelSpec {
         let (layout, num_replicas) = (&self.layout, dp * cp);
         let (tp_rank, pp_rank) = (rank % tp, rank / (num_replicas * tp));
         let own_stages = layout.stages_of(pp_rank);
-        let is_own = |stage: &usize| layout.rank_of(*stage) == pp_rank;
+        let own_blocks: Vec<Range<usize>> = layout
+            .stages_of(pp_rank)
+            .map(|stage| layout.blocks(stage))
+            .collect();
+        let is_own_block = |block: &usize| own_blocks.iter().any(|own| own.contains(block));
         let mut params = Vec::new();
         let mut tied: BTreeMap<BTreeSet<usize>, Vec<usize>> = BTreeMap::new();
         for param in &self.params {
-            let stages = param.stages(layout);
-            if !stages.iter().any(is_own) {
+            if !param.blocks.iter().any(is_own_block) && !param.outside.contains(&pp_rank) {
                 continue;
             }
+            let stages = param.stages(layout);
             if param.trainable && stages.len() > 1 {
                 tied.entry(stages.clone()).or_default().push(params.len());
             }
             let blocks = param.blocks.iter().copied();
-            let blocks =
-                blocks.filter(|&block| layout.stage_of_block(block).as_ref().is_some_and(is_own));
-            let is_here = |block: &usize| {
-                let stage = layout.stage_of_block(*block);
-                stage.as_ref().is_some_and(is_own) || param.outside.contains(&pp_rank)
-            };
+            let blocks = blocks.filter(is_own_block);
+            let is_here = |block: &usize| is_own_block(block) || param.outside.contains(&pp_rank);
             let is_multiplied = param.multiplied_by.iter().any(is_here);
             let first = param.outside.contains(&pp_rank).then_some(0);
             let blocks: BTreeSet<usize> = first.into_iter().chain(blocks).collect();
