@@ -3,15 +3,18 @@
 //! Of most templates the messages before turn i, with the header that asks for it, and those up to it give two beginnings of the
 //! rendered conversation, and turn i is what is between their ends. But templates may render a turn differently once others follow,
 //! as Qwen3 does, which leaves out earlier thoughts. Then turn i gets another text: what follows that in the whole conversation, and
-//! not in one that ends with turn i, is what comes after turn i.
+//! not in one that ends with turn i, is what comes after turn i. A turn that shows its calls in place of its text is what the rendering
+//! gains with it.
+//!
+//! That takes several renderings for a turn. They are spared for turns among messages of the same kinds as those around an earlier turn: what
+//! is between such a turn and its neighbours' texts is the same, and where those texts are one rendering shows ([`SimilarTurns`]).
 
 use std::ops::Range;
 
 use super::chat_template::ChatTemplate;
 use super::conversation::Chat;
-
-/// What stands in place of a turn; nothing that a template looks for.
-const STAND_IN: &str = "\u{FDD2}turn\u{FDD3}";
+use super::similar_turns::SimilarTurns;
+use super::stand_ins::stand_in;
 
 /// The bytes of `text`, the rendered `chat`, that the assistant writes.
 pub(super) fn find_assistant_spans(
@@ -20,81 +23,156 @@ pub(super) fn find_assistant_spans(
     text: &str,
     special_tokens: &[String],
 ) -> Result<Vec<Range<usize>>, String> {
-    let mut spans: Vec<Range<usize>> = Vec::new();
-    for turn in chat.assistant_turns() {
-        let (before, after) = borders(template, chat, text, turn)?;
-        let earlier = spans.last().map_or(0, |span| span.end);
-        if !(earlier <= before
-            && before < after
-            && text.is_char_boundary(before)
-            && text.is_char_boundary(after))
-        {
-            return Err(format!(
-                "the chat template does not show where the assistant's message {turn} is"
-            ));
-        }
-        spans.push(before..before + written_len(&text[before..after], special_tokens));
-    }
-    Ok(spans)
+    let similar = SimilarTurns::of(template, chat, text);
+    let mut finder = SpanFinder { template, chat, text, similar };
+    finder.spans(special_tokens)
 }
 
-/// Where turn `turn` begins, after its header, and where the next one does.
-fn borders(
-    template: &ChatTemplate,
-    chat: &Chat,
-    text: &str,
-    turn: usize,
-) -> Result<(usize, usize), String> {
-    let messages = chat.messages();
-    // A template may refuse what has no message yet.
-    let asked = template.text(chat, &messages[..turn], true).ok();
-    let done = match turn + 1 == messages.len() {
-        true => Some(text.to_string()),
-        false => template.text(chat, &messages[..=turn], false).ok(),
-    };
-    match (&asked, done) {
-        (Some(asked), Some(done)) if text.starts_with(asked) && text.starts_with(&done) => {
-            Ok((asked.len(), done.len()))
+struct SpanFinder<'a> {
+    template: &'a ChatTemplate,
+    chat: &'a Chat,
+    text: &'a str,
+    similar: SimilarTurns<'a>,
+}
+
+/// A turn whose place is looked for, and what its place follows from.
+struct Turn {
+    index: usize,
+    /// Where the one before ends.
+    earlier: usize,
+    /// The messages before it, with the header that asks for it, if the template does not refuse them.
+    asked: Option<String>,
+    /// Those up to it.
+    done: Option<String>,
+}
+
+impl SpanFinder<'_> {
+    fn spans(&mut self, special_tokens: &[String]) -> Result<Vec<Range<usize>>, String> {
+        let text = self.text;
+        let mut spans: Vec<Range<usize>> = Vec::new();
+        for index in self.chat.assistant_turns() {
+            let earlier = spans.last().map_or(0, |span| span.end);
+            let Range { start, end } = match self.similar.find(index) {
+                Some(borders) => borders,
+                None => {
+                    let (borders, asked) = self.borders(index, earlier)?;
+                    self.similar.add(index, &borders, asked.as_deref());
+                    borders
+                }
+            };
+            let is_place = earlier <= start && start < end;
+            if !(is_place && text.is_char_boundary(start) && text.is_char_boundary(end)) {
+                return Err(format!(
+                    "the chat template does not show where the assistant's message {index} is"
+                ));
+            }
+            spans.push(start..start + written_len(&text[start..end], special_tokens));
         }
-        _ => borders_of_stand_in(template, chat, text, (turn, asked)),
+        Ok(spans)
+    }
+
+    /// What the template makes of the first `num_messages`; `None` if it refuses them.
+    fn first(&self, num_messages: usize, add_generation_prompt: bool) -> Option<String> {
+        let messages = &self.chat.messages()[..num_messages];
+        let text = self.template.text(self.chat, messages, add_generation_prompt);
+        text.ok()
+    }
+
+    /// From where turn `index` begins, after its header, to where the next one does; and the messages before it with that header.
+    fn borders(
+        &self,
+        index: usize,
+        earlier: usize,
+    ) -> Result<(Range<usize>, Option<String>), String> {
+        let text = self.text;
+        // A template may refuse what has no message yet.
+        let asked = self.first(index, true);
+        let done = if index + 1 == self.chat.messages().len() {
+            Some(text.to_string())
+        } else {
+            self.first(index + 1, false)
+        };
+        let turn = Turn { index, earlier, asked, done };
+        let borders = match (&turn.asked, &turn.done) {
+            (Some(asked), Some(done)) if text.starts_with(asked) && text.starts_with(done) => {
+                asked.len()..done.len()
+            }
+            _ => self.borders_of_stand_in(&turn)?,
+        };
+        Ok((borders, turn.asked))
+    }
+
+    fn borders_of_stand_in(&self, turn: &Turn) -> Result<Range<usize>, String> {
+        let Self { template, chat, text, .. } = self;
+        let index = turn.index;
+        let stand_in = stand_in("turn");
+        let unclear = || {
+            format!(
+                "the chat template does not show the content of the assistant's message {index} once"
+            )
+        };
+        let end_of = |text: &str| {
+            let place = text.find(&stand_in)? + stand_in.len();
+            (text.matches(&stand_in).count() == 1).then_some(place)
+        };
+        let silent = self.first(index, false);
+        let replaced = chat.with_content(index, &stand_in);
+        let other = template.text(chat, &replaced, false);
+        let end = other.as_ref().ok().and_then(|other| end_of(other));
+        let (Ok(other), Some(end)) = (&other, end) else {
+            if chat.has_calls(index) {
+                let borders = silent.and_then(|silent| self.borders_of_gain(turn, &silent));
+                return borders.ok_or_else(unclear);
+            }
+            return Err(other.err().unwrap_or_else(unclear));
+        };
+        let place = end - stand_in.len();
+        let begin = begin_of_turn(&other[..place], turn.asked.as_deref(), silent.as_deref());
+        let begin = begin.min(common_prefix(text, other));
+        if index + 1 == replaced.len() {
+            return Ok(begin..text.len());
+        }
+        let last = template.text(chat, &replaced[..=index], false)?;
+        // What ends the turn, and what follows.
+        let ending = common_prefix(&last[end_of(&last).ok_or_else(unclear)?..], &other[end..]);
+        let following = &other[end + ending..];
+        match text.ends_with(following) {
+            true => Ok(begin..text.len() - following.len()),
+            false => Err(unclear()),
+        }
+    }
+
+    /// A turn as what the template writes once it follows `silent`, the messages before it: of one that shows its calls in place of its text.
+    fn borders_of_gain(&self, turn: &Turn, silent: &str) -> Option<Range<usize>> {
+        let text = self.text;
+        let done = turn.done.as_deref()?;
+        let gained = done.strip_prefix(silent)?;
+        let asked = turn.asked.as_deref().unwrap_or_default();
+        // Its header, as far as the turn has it.
+        let begin = common_tags(asked, done).max(silent.len());
+        if text.starts_with(silent) {
+            let end = common_tags(done, text);
+            return (begin < end).then_some(begin..end);
+        }
+        // What comes earlier is another text in the whole conversation.
+        let around = self.similar.around(turn.index);
+        let earlier = around.map_or(turn.earlier, |around| around.start.max(turn.earlier));
+        let place = earlier + text.get(earlier..)?.find(gained)?;
+        let turn = place + begin - silent.len()..place + gained.len();
+        (!turn.is_empty()).then_some(turn)
     }
 }
 
-fn borders_of_stand_in(
-    template: &ChatTemplate,
-    chat: &Chat,
-    text: &str,
-    (turn, asked): (usize, Option<String>),
-) -> Result<(usize, usize), String> {
-    let replaced = chat.with_content(turn, STAND_IN);
-    let other = template.text(chat, &replaced, false)?;
-    let unclear = || {
-        format!(
-            "the chat template does not show the content of the assistant's message {turn} once"
-        )
-    };
-    let end_of = |text: &str| match text.matches(STAND_IN).count() {
-        1 => text
-            .find(STAND_IN)
-            .map(|place| place + STAND_IN.len())
-            .ok_or_else(unclear),
-        _ => Err(unclear()),
-    };
-    let end = end_of(&other)?;
-    let place = end - STAND_IN.len();
-    let silent = template.text(chat, &chat.messages()[..turn], false).ok();
-    let begin = begin_of_turn(&other[..place], asked.as_deref(), silent.as_deref());
-    let begin = begin.min(common_prefix(text, &other));
-    if turn + 1 == replaced.len() {
-        return Ok((begin, text.len()));
+/// Bytes that both begin with, up to a tag that one of them has and the other has not: `<call>` and `<answer>` have nothing in common.
+fn common_tags(a: &str, b: &str) -> usize {
+    let common = common_prefix(a, b);
+    if common == a.len() || common == b.len() {
+        return common;
     }
-    let last = template.text(chat, &replaced[..=turn], false)?;
-    // What ends the turn, and what follows.
-    let ending = common_prefix(&last[end_of(&last)?..], &other[end..]);
-    let following = &other[end + ending..];
-    match text.ends_with(following) {
-        true => Ok((begin, text.len() - following.len())),
-        false => Err(unclear()),
+    let shared = &a[..common];
+    match shared.rfind(['<', '[']) {
+        Some(open) if !shared[open..].contains(['>', ']']) => open,
+        _ => common,
     }
 }
 
