@@ -128,15 +128,15 @@ fn records_that_ask_for_something_else_end_the_run_or_are_told() {
         workspace.model("chat_template.jinja"),
         TEMPLATE.replace(
             "{{ m.role",
-            "{% if m.role == 'human' %}{% continue %}{% endif %}{{ m.role",
+            "{% if m.role == 'developer' %}{% continue %}{% endif %}{{ m.role",
         ),
     )
     .unwrap();
-    let human = json!({"messages": [{"role": "human", "content": "b"}, {"role": "user", "content": "bb"}, {"role": "assistant", "content": "b"}]});
-    write(&workspace, &[human]);
+    let hidden = json!({"messages": [{"role": "developer", "content": "b"}, {"role": "user", "content": "bb"}, {"role": "assistant", "content": "b"}]});
+    write(&workspace, &[hidden]);
     let parts = [
         "line 1",
-        "chat_template.jinja does not show message 0, of the role \"human\"",
+        "chat_template.jinja does not show message 0, of the role \"developer\"",
         "hint: ",
     ];
     preview(&workspace).run().assert_error(&parts);

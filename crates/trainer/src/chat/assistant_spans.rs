@@ -24,7 +24,12 @@ pub(super) fn find_assistant_spans(
     special_tokens: &[String],
 ) -> Result<Vec<Range<usize>>, String> {
     let similar = SimilarTurns::of(template, chat, text);
-    let mut finder = SpanFinder { template, chat, text, similar };
+    let mut finder = SpanFinder {
+        template,
+        chat,
+        text,
+        similar,
+    };
     finder.spans(special_tokens)
 }
 
@@ -74,7 +79,9 @@ impl SpanFinder<'_> {
     /// What the template makes of the first `num_messages`; `None` if it refuses them.
     fn first(&self, num_messages: usize, add_generation_prompt: bool) -> Option<String> {
         let messages = &self.chat.messages()[..num_messages];
-        let text = self.template.text(self.chat, messages, add_generation_prompt);
+        let text = self
+            .template
+            .text(self.chat, messages, add_generation_prompt);
         text.ok()
     }
 
@@ -92,7 +99,12 @@ impl SpanFinder<'_> {
         } else {
             self.first(index + 1, false)
         };
-        let turn = Turn { index, earlier, asked, done };
+        let turn = Turn {
+            index,
+            earlier,
+            asked,
+            done,
+        };
         let borders = match (&turn.asked, &turn.done) {
             (Some(asked), Some(done)) if text.starts_with(asked) && text.starts_with(done) => {
                 asked.len()..done.len()
@@ -103,7 +115,12 @@ impl SpanFinder<'_> {
     }
 
     fn borders_of_stand_in(&self, turn: &Turn) -> Result<Range<usize>, String> {
-        let Self { template, chat, text, .. } = self;
+        let Self {
+            template,
+            chat,
+            text,
+            ..
+        } = self;
         let index = turn.index;
         let stand_in = stand_in("turn");
         let unclear = || {
@@ -197,7 +214,7 @@ fn begin_of_turn(before: &str, asked: Option<&str>, silent: Option<&str>) -> usi
 }
 
 /// Bytes that both begin with.
-fn common_prefix(a: &str, b: &str) -> usize {
+pub(super) fn common_prefix(a: &str, b: &str) -> usize {
     let pairs = a.char_indices().zip(b.chars());
     let mut pairs = pairs.skip_while(|((_, a), b)| a == b);
     match pairs.next() {
@@ -215,5 +232,128 @@ fn written_len(turn: &str, special_tokens: &[String]) -> usize {
     match ends {
         true => trimmed.len(),
         false => turn.len(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::path::Path;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::chat::template_source::TemplateSource;
+
+    fn templates() -> Vec<(String, ChatTemplate)> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let fixtures = root.join("../../tests/fixtures/chat");
+        let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")];
+        let tokens = tokens.map(|(name, token)| (name.to_string(), token.to_string()));
+        let tokens = BTreeMap::from(tokens);
+        let names = ["llama2", "llama3", "qwen2.5", "qwen3", "mistral", "zephyr"];
+        let mut all: Vec<_> = names
+            .iter()
+            .map(|name| {
+                let template = ChatTemplate::from_dir(fixtures.join(name), tokens.clone());
+                (name.to_string(), template.unwrap().unwrap())
+            })
+            .collect();
+        // Thoughts that the prompt begins, a turn without a header, and one that shows calls in place of its text.
+        let more = [
+            "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] if not loop.last else m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}",
+            "{{ bos_token }}{% for m in messages %}{{ loop.index0 if m.role == 'user' }} {{ m.content | trim }}\n{% endfor %}",
+            "{% for m in messages %}{% if m.tool_calls %}[CALLS]{{ m.tool_calls | tojson }}{% else %}<{{ m.role }}>{{ m.content | trim }}{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+            include_str!("templates/gemma.jinja"),
+        ];
+        for text in more {
+            let source = TemplateSource::of_text("own".into(), text);
+            all.push((
+                text.to_string(),
+                ChatTemplate::of_source(source, tokens.clone()).unwrap(),
+            ));
+        }
+        all
+    }
+
+    /// A conversation of so many questions with answers of several kinds, with calls of tools or without.
+    fn chat(num_questions: usize, kinds: &[&str]) -> Chat {
+        let mut messages = Vec::new();
+        let say = |role: &str, content: String| json!({"role": role, "content": content});
+        for index in 0..num_questions {
+            messages.push(say("user", format!(" q{index}\n")));
+            match kinds[index % kinds.len()] {
+                "call" => {
+                    let calls = json!([{"function": {"name": format!("f{index}"), "arguments": {"x": index}}}]);
+                    messages.push(json!({"role": "assistant", "content": "", "tool_calls": calls}));
+                    messages.push(say("tool", format!("r{index}")));
+                    messages.push(say("assistant", format!("a{index} ")));
+                }
+                "think" => messages.push(say("assistant", format!("<think>\nt{index}\n</think>\n\na{index}"))),
+                "reasoning" => messages.push(json!({"role": "assistant", "content": format!("a{index}"), "reasoning_content": "hm"})),
+                // What is around turns, in one of them.
+                _ => messages.push(say("assistant", format!("a{index}</s><user> q0<|im_end|>\n"))),
+            }
+        }
+        Chat::from_json(&messages).unwrap()
+    }
+
+    #[test]
+    fn similar_turns_are_where_a_search_for_each_finds_them() {
+        let mut num_found = 0;
+        for (name, template) in templates() {
+            for kinds in [
+                &["plain"][..],
+                &["plain", "call"],
+                &["think", "plain", "reasoning"],
+                &["call", "call", "plain", "think"],
+            ] {
+                let chat = chat(7, kinds);
+                let Ok(text) = template.text(&chat, chat.messages(), false) else {
+                    continue;
+                };
+                let special_tokens = ["</s>".to_string(), "<|im_end|>".to_string()];
+                let found = find_assistant_spans(&template, &chat, &text, &special_tokens);
+                let mut each = SpanFinder {
+                    template: &template,
+                    chat: &chat,
+                    text: &text,
+                    similar: SimilarTurns::none(&chat, &text),
+                };
+                assert_eq!(found, each.spans(&special_tokens), "{name} {kinds:?}");
+                num_found += usize::from(found.is_ok());
+            }
+        }
+        assert!(num_found >= 24, "{num_found}");
+    }
+
+    #[test]
+    fn long_conversations_take_few_searches() {
+        for (name, template) in templates() {
+            let is_numbered = name.contains("loop.index0 if");
+            for kinds in [&["plain"][..], &["plain", "call"]] {
+                let chat = chat(200, kinds);
+                let Ok(text) = template.text(&chat, chat.messages(), false) else {
+                    continue;
+                };
+                let mut finder = SpanFinder {
+                    template: &template,
+                    chat: &chat,
+                    text: &text,
+                    similar: SimilarTurns::of(&template, &chat, &text),
+                };
+                if finder.spans(&[]).is_err() {
+                    continue;
+                }
+                let num_searched = finder.similar.num_known();
+                let all_known = chat
+                    .assistant_turns()
+                    .all(|turn| finder.similar.find(turn).is_some());
+                assert!(
+                    is_numbered || num_searched <= 6 && all_known,
+                    "{name} {kinds:?}: {num_searched}"
+                );
+            }
+        }
     }
 }

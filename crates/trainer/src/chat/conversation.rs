@@ -205,7 +205,10 @@ fn normalized(message: &Value) -> Result<(Value, Option<Value>), RecordError> {
         return Err(format!("is {}, expected an object", message.kind()).into());
     }
     let mut fields = Fields::of(message);
-    let is_null = fields.0.iter().any(|(name, value)| name == "content" && value.is_none());
+    let is_null = fields
+        .0
+        .iter()
+        .any(|(name, value)| name == "content" && value.is_none());
     fields.0.retain(|(_, value)| !value.is_none());
     let Some(role) = fields.get("role").and_then(|role| role.as_str()) else {
         return Err("has no role that is a text".to_string().into());
@@ -242,7 +245,10 @@ fn normalized(message: &Value) -> Result<(Value, Option<Value>), RecordError> {
             let mut others = CALLS.iter().chain(&REASONING);
             if !others.any(|name| fields.has_content(name)) {
                 let names: Vec<&str> = fields.0.iter().map(|(name, _)| name.as_str()).collect();
-                return Err(format!("has no content and no calls of tools; its fields are {names:?}").into());
+                return Err(format!(
+                    "has no content and no calls of tools; its fields are {names:?}"
+                )
+                .into());
             }
         }
         ValueKind::Seq => {

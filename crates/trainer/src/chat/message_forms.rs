@@ -70,26 +70,34 @@ impl ChatTemplate {
     /// The messages with content in parts of which the template shows each, and not as Python prints a list.
     fn walked_parts(&self, chat: &Chat) -> BTreeSet<usize> {
         let is_said = |text: &String| !text.trim().is_empty();
-        let all: Vec<Vec<String>> = chat.contents().iter().map(|content| {
-            content.as_ref().map(texts_of).unwrap_or_default()
-        }).collect();
+        let all: Vec<Vec<String>> = chat
+            .contents()
+            .iter()
+            .map(|content| content.as_ref().map(texts_of).unwrap_or_default())
+            .collect();
         let messages = chat.messages().iter().zip(&all).enumerate();
         let messages = messages.map(|(index, (message, texts))| {
             if texts.is_empty() {
                 return message.clone();
             }
-            let stand_ins = texts.iter().enumerate().map(|(part, text)| match is_said(text) {
-                true => stand_in(format_args!("{index}.{part}")),
-                false => text.clone(),
-            });
+            let stand_ins = texts
+                .iter()
+                .enumerate()
+                .map(|(part, text)| match is_said(text) {
+                    true => stand_in(format_args!("{index}.{part}")),
+                    false => text.clone(),
+                });
             Fields::of(message).with("content", content_of(stand_ins.collect(), true))
         });
         let messages: Vec<Value> = messages.collect();
         let shown = self.text(chat, &messages, false).unwrap_or_default();
         let found = unquoted_labels(&shown);
-        let is_shown = |index: usize, part: usize| found.contains(format!("{index}.{part}").as_str());
+        let is_shown =
+            |index: usize, part: usize| found.contains(format!("{index}.{part}").as_str());
         let is_walked = |(index, texts): (usize, &Vec<String>)| {
-            let mut said = (0..texts.len()).filter(|&part| is_said(&texts[part])).peekable();
+            let mut said = (0..texts.len())
+                .filter(|&part| is_said(&texts[part]))
+                .peekable();
             let is_walked = said.peek().is_some() && said.all(|part| is_shown(index, part));
             is_walked.then_some(index)
         };
@@ -112,7 +120,8 @@ impl ChatTemplate {
             text.contains(&stand_in("key")) && !text.contains(&format!("{{'{BEGIN}"))
         };
         let reads_objects = shown(&object).is_some_and(is_read);
-        let keeps_texts = || shown(&Value::from(json.clone())).is_some_and(|text| text.contains(&json));
+        let keeps_texts =
+            || shown(&Value::from(json.clone())).is_some_and(|text| text.contains(&json));
         if !reads_objects && keeps_texts() {
             return Cow::Borrowed(chat);
         }

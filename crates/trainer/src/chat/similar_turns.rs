@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use minijinja::Value;
 
+use super::assistant_spans::common_prefix;
 use super::chat_template::ChatTemplate;
 use super::conversation::{Chat, Fields, content_of, has_content, texts_of};
 use super::stand_ins::{BEGIN, END, stand_in};
@@ -28,8 +29,10 @@ struct KnownTurn<'a> {
     before: &'a str,
     /// From the turn's end to the content after it, or to the end.
     after: &'a str,
-    /// The header that asks for the turn may go on, as one that ends with `<think>` does, which this turn does not begin with.
-    more_asked: Option<char>,
+    /// What the header that asks for the turn has behind `before`, such as `<think>`.
+    more_asked: String,
+    /// Bytes of that with which the turn begins.
+    num_asked: usize,
 }
 
 impl<'a> SimilarTurns<'a> {
@@ -43,17 +46,38 @@ impl<'a> SimilarTurns<'a> {
         };
         Self {
             text,
-            kinds: (0..num_messages).map(|index| kind_of(chat, index)).collect(),
+            kinds: (0..num_messages)
+                .map(|index| kind_of(chat, index))
+                .collect(),
             places: places.unwrap_or_else(|| vec![None; num_messages]),
             known: HashMap::new(),
         }
+    }
+
+    #[cfg(test)]
+    pub fn none(chat: &Chat, text: &'a str) -> Self {
+        let num_messages = chat.messages().len();
+        Self {
+            text,
+            kinds: vec![String::new(); num_messages],
+            places: vec![None; num_messages],
+            known: HashMap::new(),
+        }
+    }
+
+    /// How many turns were added.
+    #[cfg(test)]
+    pub fn num_known(&self) -> usize {
+        self.known.values().map(Vec::len).sum()
     }
 
     /// The place of turn `index`, if it is among messages as those of a turn that was added.
     pub fn find(&self, index: usize) -> Option<Range<usize>> {
         let around = self.around(index)?;
         let known = self.known.get(&self.kinds_around(index))?;
-        known.iter().find_map(|known| known.place_in(self.text, &around))
+        known
+            .iter()
+            .find_map(|known| known.place_in(self.text, &around))
     }
 
     /// Adds a turn whose place is known; `asked` are the messages before it with the header that asks for it.
@@ -67,13 +91,18 @@ impl<'a> SimilarTurns<'a> {
         let (Some(before), Some(after)) = (before, after) else {
             return;
         };
-        let asked = asked.unwrap_or_default();
-        let more_asked = match text.get(..place.start) {
-            Some(shown) => asked.strip_prefix(shown).and_then(|more| more.chars().next()),
-            None => None,
+        let more_asked = asked.and_then(|asked| asked.strip_prefix(&text[..place.start]));
+        let more_asked = more_asked.unwrap_or_default().to_string();
+        let known = KnownTurn {
+            before,
+            after,
+            num_asked: common_prefix(&more_asked, &text[place.clone()]),
+            more_asked,
         };
-        let known = KnownTurn { before, after, more_asked };
-        self.known.entry(self.kinds_around(index)).or_default().push(known);
+        self.known
+            .entry(self.kinds_around(index))
+            .or_default()
+            .push(known);
     }
 
     /// From the end of the content before a turn to the beginning of the one after it.
@@ -91,8 +120,7 @@ impl<'a> SimilarTurns<'a> {
 
     fn kinds_around(&self, index: usize) -> [Option<String>; 3] {
         let before = index.checked_sub(1);
-        [before, Some(index), Some(index + 1)]
-            .map(|index| self.kinds.get(index?).cloned())
+        [before, Some(index), Some(index + 1)].map(|index| self.kinds.get(index?).cloned())
     }
 }
 
@@ -101,10 +129,19 @@ impl KnownTurn<'_> {
     fn place_in(&self, text: &str, around: &Range<usize>) -> Option<Range<usize>> {
         let inner = text[around.clone()].strip_prefix(self.before)?;
         let turn = inner.strip_suffix(self.after)?;
-        let is_asked = self.more_asked.is_some() && turn.chars().next() == self.more_asked;
+        let begins_so = common_prefix(&self.more_asked, turn) == self.num_asked;
+        let is_apart = !is_cut(self.before, turn) && !is_cut(turn, self.after);
         let start = around.start + self.before.len();
-        (!turn.is_empty() && !is_asked).then(|| start..start + turn.len())
+        (begins_so && is_apart && !turn.is_empty()).then(|| start..start + turn.len())
     }
+}
+
+/// Whether there is a word or number of which both have a part: it may be another one than the known turn has beside it.
+fn is_cut(before: &str, after: &str) -> bool {
+    let [last, first] = [before.chars().next_back(), after.chars().next()];
+    [last, first]
+        .iter()
+        .all(|c| c.is_some_and(char::is_alphanumeric))
 }
 
 /// Turns from which on similar ones are looked for.
@@ -114,7 +151,9 @@ const FEW: usize = 2;
 fn kind_of(chat: &Chat, index: usize) -> String {
     let fields = Fields::of(&chat.messages()[index]);
     let is_in_parts = fields.is_in_parts();
-    let mut names: Vec<String> = fields.0.into_iter()
+    let mut names: Vec<String> = fields
+        .0
+        .into_iter()
         .filter(|(_, value)| has_content(value))
         .map(|(name, _)| name)
         .collect();
@@ -135,7 +174,13 @@ fn places_of_contents(
     let is_turn = |index: usize| chat.role(index) == "assistant";
     let messages = chat.messages().iter().enumerate();
     let messages: Vec<Value> = messages
-        .map(|(index, message)| if is_turn(index) { message.clone() } else { marked(index, message) })
+        .map(|(index, message)| {
+            if is_turn(index) {
+                message.clone()
+            } else {
+                marked(index, message)
+            }
+        })
         .collect();
     let marked = template.text(chat, &messages, false).ok()?;
     let mut marks: Vec<Vec<usize>> = vec![Vec::new(); messages.len()];
@@ -159,7 +204,10 @@ fn marked(index: usize, message: &Value) -> Value {
     let fields = Fields::of(message);
     let mut texts = fields.get("content").map(texts_of).unwrap_or_default();
     let is_said = |text: &String| !text.trim().is_empty();
-    let (first, last) = (texts.iter().position(is_said), texts.iter().rposition(is_said));
+    let (first, last) = (
+        texts.iter().position(is_said),
+        texts.iter().rposition(is_said),
+    );
     let (Some(first), Some(last)) = (first, last) else {
         return message.clone();
     };

@@ -14,5 +14,7 @@ pub(super) fn stand_in(label: impl std::fmt::Display) -> String {
 /// The labels of all stand-ins in a text.
 pub(super) fn labels(text: &str) -> BTreeSet<&str> {
     let after = text.split(BEGIN).skip(1);
-    after.filter_map(|after| Some(after.split_once(END)?.0)).collect()
+    after
+        .filter_map(|after| Some(after.split_once(END)?.0))
+        .collect()
 }

@@ -34,7 +34,9 @@ impl TemplateKwargs {
             return Err(format!("is {}, expected a JSON object", value.kind()));
         }
         let fields = Fields::of(value).0;
-        let reserved = fields.iter().find(|(name, _)| RESERVED.contains(&name.as_str()));
+        let reserved = fields
+            .iter()
+            .find(|(name, _)| RESERVED.contains(&name.as_str()));
         match reserved {
             Some((name, _)) => Err(format!(
                 "has {name}, which is no variable that may be chosen: a template gets it from the conversation"

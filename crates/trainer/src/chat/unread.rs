@@ -69,9 +69,8 @@ impl ChatTemplate {
         let shown = self.text(chat, &with_stand_ins_for_calls(chat), false);
         let shown = shown.unwrap_or_default();
         let shown = labels(&shown);
-        let is_shown = |(name, index): &(&str, usize)| {
-            shown.contains(label_of_call(name, *index).as_str())
-        };
+        let is_shown =
+            |(name, index): &(&str, usize)| shown.contains(label_of_call(name, *index).as_str());
         let mut others = calls.filter(|call| !is_shown(call));
         others.find(|(name, index)| {
             let mut messages = all.to_vec();

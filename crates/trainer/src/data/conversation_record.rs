@@ -103,7 +103,11 @@ fn message_of(turn: &Value) -> Result<Value, RecordError> {
     };
     let more = MORE_ROLES.iter().find(|(name, _)| *name == from);
     let Some(role) = common_role(&from).or(more.map(|(_, role)| *role)) else {
-        let known: Vec<&str> = ROLES.iter().chain(&MORE_ROLES).map(|(name, _)| *name).collect();
+        let known: Vec<&str> = ROLES
+            .iter()
+            .chain(&MORE_ROLES)
+            .map(|(name, _)| *name)
+            .collect();
         return Err(RecordError::Unsupported(format!(
             "is from {from:?}, which is no known role; expected one of {}",
             known.join(", ")
