@@ -151,7 +151,11 @@ impl SpanFinder<'_> {
         }
         let last = template.text(chat, &replaced[..=index], false)?;
         // What ends the turn, and what follows.
-        let ending = common_prefix(&last[end_of(&last).ok_or_else(unclear)?..], &other[end..]);
+        let last = &last[end_of(&last).ok_or_else(unclear)?..];
+        let ending = match common_tags(last, &other[end..]) {
+            0 => common_prefix(last, &other[end..]),
+            ending => ending,
+        };
         let following = &other[end + ending..];
         match text.ends_with(following) {
             true => Ok(begin..text.len() - following.len()),
@@ -161,22 +165,34 @@ impl SpanFinder<'_> {
 
     /// A turn as what the template writes once it follows `silent`, the messages before it: of one that shows its calls in place of its text.
     fn borders_of_gain(&self, turn: &Turn, silent: &str) -> Option<Range<usize>> {
-        let text = self.text;
-        let done = turn.done.as_deref()?;
-        let gained = done.strip_prefix(silent)?;
+        let (text, index) = (self.text, turn.index);
         let asked = turn.asked.as_deref().unwrap_or_default();
         // Its header, as far as the turn has it.
-        let begin = common_tags(asked, done).max(silent.len());
-        if text.starts_with(silent) {
-            let end = common_tags(done, text);
-            return (begin < end).then_some(begin..end);
+        let begin_in = |done: &str| common_tags(asked, done).max(silent.len());
+        // A template may leave out thoughts, or a text beside calls, once others follow.
+        let calls_alone = self.chat.with_content(index, "");
+        let calls_alone = self.template.text(self.chat, &calls_alone[..=index], false);
+        for done in turn.done.iter().chain(calls_alone.as_ref().ok()) {
+            let begin = begin_in(done);
+            if text.starts_with(done) {
+                return (begin < done.len()).then_some(begin..done.len());
+            }
+            let gained = done.strip_prefix(silent).unwrap_or_default();
+            if text.starts_with(silent) || gained.is_empty() {
+                continue;
+            }
+            // What comes earlier is another text in the whole conversation.
+            let around = self.similar.around(index);
+            let earlier = around.map_or(turn.earlier, |around| around.start.max(turn.earlier));
+            if let Some(place) = text.get(earlier..)?.find(gained) {
+                let place = earlier + place;
+                return Some(place + begin - silent.len()..place + gained.len());
+            }
         }
-        // What comes earlier is another text in the whole conversation.
-        let around = self.similar.around(turn.index);
-        let earlier = around.map_or(turn.earlier, |around| around.start.max(turn.earlier));
-        let place = earlier + text.get(earlier..)?.find(gained)?;
-        let turn = place + begin - silent.len()..place + gained.len();
-        (!turn.is_empty()).then_some(turn)
+        // What ends the turn may be missing where another one follows.
+        let done = turn.done.as_deref()?;
+        let (begin, end) = (begin_in(done), common_tags(done, text));
+        (text.starts_with(silent) && begin < end).then_some(begin..end)
     }
 }
 

@@ -20,7 +20,8 @@ impl ChatTemplate {
     /// # Errors
     /// A message whose text or calls of tools the template does not show.
     pub(crate) fn unread(&self, chat: &Chat, text: &str) -> Result<Vec<String>, RecordError> {
-        if let Some(index) = self.dropped_message(chat, text) {
+        let hidden = self.hidden_contents(chat, text);
+        if let Some(index) = hidden.message {
             let place = self.not_shown(chat, index);
             return Err(RecordError::Unsupported(format!(
                 "{place}\nhint: give it a role that the template shows there, such as system, user, assistant or tool, or put its text into another message"
@@ -33,6 +34,9 @@ impl ChatTemplate {
         let messages = || chat.messages().iter();
         let names: BTreeSet<String> = messages().flat_map(names_of_more).collect();
         let mut unread = Vec::new();
+        if hidden.is_beside_calls {
+            unread.push("messages[].content beside calls of tools".to_string());
+        }
         for name in names {
             let removed = match name == REASONING[0] {
                 true => &REASONING[..],
@@ -81,8 +85,8 @@ impl ChatTemplate {
         })
     }
 
-    /// The first message that says something of which nothing is in `text`.
-    fn dropped_message(&self, chat: &Chat, text: &str) -> Option<usize> {
+    /// Which texts of messages are not in `text`.
+    fn hidden_contents(&self, chat: &Chat, text: &str) -> HiddenContents {
         let is_said = |message: &Value| {
             let content = message.get_attr("content").unwrap_or_default();
             let texts = texts_of(&content);
@@ -94,10 +98,16 @@ impl ChatTemplate {
         let shown = self.text(chat, &with_stand_ins(chat, &said), false);
         let shown = shown.unwrap_or_default();
         let shown = labels(&shown);
-        let mut hidden = said
+        let others = said
             .into_iter()
             .filter(|index| !shown.contains(index.to_string().as_str()));
-        hidden.find(|&index| self.gives(chat, &with_stand_ins(chat, &[index]), text))
+        let (beside_calls, alone): (Vec<usize>, Vec<usize>) =
+            others.partition(|&index| chat.has_calls(index));
+        let is_hidden = |index: &usize| self.gives(chat, &with_stand_ins(chat, &[*index]), text);
+        HiddenContents {
+            message: alone.into_iter().find(is_hidden),
+            is_beside_calls: beside_calls.iter().any(is_hidden),
+        }
     }
 
     fn gives(&self, chat: &Chat, messages: &[Value], text: &str) -> bool {
@@ -112,6 +122,14 @@ impl ChatTemplate {
             chat.role(index)
         )
     }
+}
+
+/// The texts of messages that a template does not show.
+struct HiddenContents {
+    /// The first message that says nothing else.
+    message: Option<usize>,
+    /// Whether a message that calls tools is among them: a template may write calls in place of the text.
+    is_beside_calls: bool,
 }
 
 fn with_stand_ins(chat: &Chat, indices: &[usize]) -> Vec<Value> {

@@ -181,12 +181,38 @@ fn a_turn_that_shows_its_calls_in_place_of_its_content_is_learned() {
             g = shown("g")
         )
     );
+    // A text beside calls is told, as it is not learned.
+    let mut beside = with_calls(json!({"tool_calls": calls("f")}), json!(null));
+    let want = text(CALLS_ALONE, &beside);
+    beside["messages"][1]["content"] = json!("the cat");
+    let told = "nothing reads these fields of the records: messages[].content beside calls of tools (1 record, the first a.jsonl line 1)";
+    assert_eq!(
+        read(CALLS_ALONE, &beside).unwrap(),
+        (want, vec![told.to_string()])
+    );
+    // As that of gpt-oss: the thoughts before earlier calls are left out.
+    let forgetting = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% if m.thinking and loop.last %}<think>{{ m.thinking }}</think><assistant>{% endif %}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}<end>{% endfor %}{% if not m.tool_calls %}<say>{{ m.content }}<end>{% endif %}{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+    let record = with_calls(
+        json!({"tool_calls": calls("f"), "thinking": "hm"}),
+        json!(null),
+    );
+    assert_eq!(
+        text(forgetting, &record),
+        "<user>on?<assistant>⟦<call>f<end>⟧<tool>mat<assistant>⟦<say>sat<end>⟧"
+    );
     // As that of Gemma 4: the turn goes on with what the tool answers.
     let going_on = "{% for m in messages %}{% if m.role == 'tool' %}<answer>{{ m.content }}</answer>{% else %}{% if not loop.first and messages[loop.index0 - 1].role != 'tool' or m.role == 'user' %}<{{ m.role }}>{% endif %}{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}</call>{% if loop.last %}<end>{% endif %}{% else %}{{ m.content }}<end>{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1].role != 'tool' %}<assistant>{% endif %}";
     let record = with_calls(json!({"tool_calls": calls("f")}), json!(null));
     assert_eq!(
         text(going_on, &record),
         "<user>on?<end><assistant>⟦<call>f</call>⟧<answer>mat</answer>⟦sat<end>⟧"
+    );
+    // As that of Phi 3: what ends the whole conversation begins as the next turn does.
+    let ending = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% else %}<over>{% endif %}";
+    let record = json!({"messages": [turn("user", "on?"), turn("assistant", "sat"), turn("user", "the"), turn("assistant", "cat")]});
+    assert_eq!(
+        text(ending, &record),
+        "<user>on?<end><assistant>⟦sat<end>⟧<user>the<end><assistant>⟦cat<end><over>⟧"
     );
 }
 
