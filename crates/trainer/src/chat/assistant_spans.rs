@@ -1,13 +1,14 @@
 //! Where the assistant's turns are in a conversation whose template does not tell.
 //!
-//! Of most templates the messages before turn i, with the header that asks for it, and those up to it give two beginnings of the
-//! rendered conversation, and turn i is what is between their ends. But templates may render a turn differently once others follow,
-//! as Qwen3 does, which leaves out earlier thoughts. Then turn i gets another text: what follows that in the whole conversation, and
-//! not in one that ends with turn i, is what comes after turn i. A turn that shows its calls in place of its text is what the rendering
-//! gains with it.
+//! Of most templates the messages before turn i, with the header that asks for it, and those up to it give two
+//! beginnings of the rendered conversation, and turn i is what is between their ends. But templates may render a turn
+//! differently once others follow, as Qwen3 does, which leaves out earlier thoughts. Then turn i gets another text:
+//! what follows that in the whole conversation, and not in one that ends with turn i, is what comes after turn i. A
+//! turn that shows its calls in place of its text is what the rendering gains with it.
 //!
-//! That takes several renderings for a turn. They are spared for turns among messages of the same kinds as those around an earlier turn: what
-//! is between such a turn and its neighbours' texts is the same, and where those texts are one rendering shows ([`SimilarTurns`]).
+//! That takes several renderings for a turn. They are spared for turns among messages of the same kinds as those
+//! around an earlier turn: what is between such a turn and its neighbours' texts is the same, and one rendering shows
+//! where those texts are ([`SimilarTurns`]).
 
 use std::ops::Range;
 
@@ -57,19 +58,19 @@ impl SpanFinder<'_> {
         let mut spans: Vec<Range<usize>> = Vec::new();
         for index in self.chat.assistant_turns() {
             let earlier = spans.last().map_or(0, |span| span.end);
-            let Range { start, end } = match self.similar.find(index) {
-                Some(borders) => borders,
-                None => {
-                    let (borders, asked) = self.borders(index, earlier)?;
-                    self.similar.add(index, &borders, asked.as_deref());
-                    borders
-                }
+            let found = self.similar.find(index);
+            let (Range { start, end }, asked) = match found.clone() {
+                Some(borders) => (borders, None),
+                None => self.borders(index, earlier)?,
             };
             let is_place = earlier <= start && start < end;
             if !(is_place && text.is_char_boundary(start) && text.is_char_boundary(end)) {
                 return Err(format!(
                     "the chat template does not show where the assistant's message {index} is"
                 ));
+            }
+            if found.is_none() {
+                self.similar.add(index, &(start..end), asked.as_deref());
             }
             spans.push(start..start + written_len(&text[start..end], special_tokens));
         }
@@ -85,7 +86,8 @@ impl SpanFinder<'_> {
         text.ok()
     }
 
-    /// From where turn `index` begins, after its header, to where the next one does; and the messages before it with that header.
+    /// From where turn `index` begins, after its header, to where the next one does; and the messages before it with
+    /// the header.
     fn borders(
         &self,
         index: usize,
@@ -163,7 +165,8 @@ impl SpanFinder<'_> {
         }
     }
 
-    /// A turn as what the template writes once it follows `silent`, the messages before it: of one that shows its calls in place of its text.
+    /// A turn that shows its calls in place of its text: what the template writes once the turn follows the messages
+    /// before it, which are `silent`.
     fn borders_of_gain(&self, turn: &Turn, silent: &str) -> Option<Range<usize>> {
         let (text, index) = (self.text, turn.index);
         let asked = turn.asked.as_deref().unwrap_or_default();
@@ -173,12 +176,17 @@ impl SpanFinder<'_> {
         let calls_alone = self.chat.with_content(index, "");
         let calls_alone = self.template.text(self.chat, &calls_alone[..=index], false);
         for done in turn.done.iter().chain(calls_alone.as_ref().ok()) {
+            let Some(gained) = done
+                .strip_prefix(silent)
+                .filter(|gained| !gained.is_empty())
+            else {
+                continue;
+            };
             let begin = begin_in(done);
             if text.starts_with(done) {
-                return (begin < done.len()).then_some(begin..done.len());
+                return Some(begin..done.len());
             }
-            let gained = done.strip_prefix(silent).unwrap_or_default();
-            if text.starts_with(silent) || gained.is_empty() {
+            if text.starts_with(silent) {
                 continue;
             }
             // What comes earlier is another text in the whole conversation.
@@ -192,11 +200,13 @@ impl SpanFinder<'_> {
         // What ends the turn may be missing where another one follows.
         let done = turn.done.as_deref()?;
         let (begin, end) = (begin_in(done), common_tags(done, text));
-        (text.starts_with(silent) && begin < end).then_some(begin..end)
+        let is_beginning = done.starts_with(silent) && text.starts_with(silent);
+        is_beginning.then_some(begin..end)
     }
 }
 
-/// Bytes that both begin with, up to a tag that one of them has and the other has not: `<call>` and `<answer>` have nothing in common.
+/// Bytes that both begin with, without the beginning of a tag that only one of them has: `<call>` and `<answer>`
+/// share nothing.
 fn common_tags(a: &str, b: &str) -> usize {
     let common = common_prefix(a, b);
     if common == a.len() || common == b.len() {
@@ -209,8 +219,8 @@ fn common_tags(a: &str, b: &str) -> usize {
     }
 }
 
-/// Where a turn begins whose content is what follows `before`; `asked` and `silent` are the messages before it with and without the header that
-/// asks for it.
+/// Where a turn begins whose content is what follows `before`; `asked` and `silent` are the messages before it with
+/// and without the header that asks for it.
 fn begin_of_turn(before: &str, asked: Option<&str>, silent: Option<&str>) -> usize {
     let (asked, silent) = (asked.unwrap_or_default(), silent.unwrap_or_default());
     let common = common_prefix(asked, before);

@@ -34,10 +34,11 @@ pub struct Chat {
 }
 
 impl Chat {
-    /// Checks that each of `messages` is an object with a `role`, and with content, calls of tools or thoughts. Fields that are null are
-    /// missing. Common names of roles, such as `human`, become those that templates know. Tools and their calls, or parts of them, that are
-    /// JSON in a text become what the JSON says. Content may be in parts that are all text. A message with `"weight": 0`, or `train`, `training`,
-    /// `loss` or `loss_mask` that is false or 0, is not learned.
+    /// Checks that each of `messages` is an object with a `role`, and with content, calls of tools or thoughts.
+    /// Fields that are null are missing. Common names of roles, such as `human`, become those that templates know.
+    /// Tools and their calls, or parts of them, that are JSON in a text become what the JSON says. Content may be in
+    /// parts that are all text. A message with `"weight": 0`, or `train`, `training`, `loss` or `loss_mask` that is
+    /// false or 0, is not learned.
     ///
     /// # Errors
     /// What is wrong with a message.

@@ -1,5 +1,5 @@
-//! Content and arguments of calls in the form that a chat template reads: transformers gives them as a record has them, which not all
-//! templates expect. What a template makes of something else in their place tells.
+//! Content and arguments of calls in the form that a chat template reads: transformers gives them as a record has
+//! them, which not all templates expect. What a template makes of something else in their place tells.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -28,7 +28,7 @@ pub(crate) struct ReadContents<'a> {
 }
 
 impl ChatTemplate {
-    /// Content in parts stays so in the messages of which the template shows each part, and null for a template that tests for it.
+    /// Content in parts stays so where the template shows each part, and null for a template that tests for it.
     pub(crate) fn with_contents_as_read<'a>(&self, chat: &'a Chat) -> ReadContents<'a> {
         let mut read = ReadContents {
             chat: Cow::Borrowed(chat),
@@ -75,18 +75,21 @@ impl ChatTemplate {
             .iter()
             .map(|content| content.as_ref().map(texts_of).unwrap_or_default())
             .collect();
+        if all.iter().all(Vec::is_empty) {
+            return BTreeSet::new();
+        }
         let messages = chat.messages().iter().zip(&all).enumerate();
         let messages = messages.map(|(index, (message, texts))| {
             if texts.is_empty() {
                 return message.clone();
             }
-            let stand_ins = texts
-                .iter()
-                .enumerate()
-                .map(|(part, text)| match is_said(text) {
-                    true => stand_in(format_args!("{index}.{part}")),
-                    false => text.clone(),
-                });
+            let stand_ins = texts.iter().enumerate().map(|(part, text)| {
+                if is_said(text) {
+                    stand_in(format_args!("{index}.{part}"))
+                } else {
+                    text.clone()
+                }
+            });
             Fields::of(message).with("content", content_of(stand_ins.collect(), true))
         });
         let messages: Vec<Value> = messages.collect();
@@ -104,8 +107,8 @@ impl ChatTemplate {
         all.iter().enumerate().filter_map(is_walked).collect()
     }
 
-    /// With arguments of calls that are JSON in a text as what the JSON says; but as texts for a template that refuses objects or prints
-    /// them as Python does, and shows texts as they are. Borrowed if nothing is changed.
+    /// With arguments of calls that are JSON in a text as what the JSON says; but as texts for a template that
+    /// refuses objects or prints them as Python does, and shows texts as they are. Borrowed if nothing is changed.
     pub(crate) fn with_arguments_as_read<'a>(&self, chat: &'a Chat) -> Cow<'a, Chat> {
         let object = Value::from_pairs([(stand_in("key"), "value")]);
         let json = format!(r#"{{"{BEGIN}key{END}": "value"}}"#);

@@ -33,7 +33,8 @@ pub(crate) fn common_role(name: &str) -> Option<&'static str> {
 
 impl ChatTemplate {
     /// # Errors
-    /// A role that is neither a common one nor named in the template: one that prints any role would train the model on it.
+    /// A role that is neither a common one nor named in the template: one that prints any role would train the model
+    /// on it.
     pub(crate) fn check_roles(&self, chat: &Chat) -> Result<(), RecordError> {
         let is_known = |role: &str| {
             common_role(role) == Some(role) || MORE_ROLES.contains(&role) || self.names(role)

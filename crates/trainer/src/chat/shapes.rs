@@ -1,4 +1,5 @@
-//! The shapes of tools and of their calls: lists of objects, of which any part may be JSON in a text, as the cells of tables have it.
+//! The shapes of tools and of their calls: lists of objects, of which any part may be JSON in a text, as the cells of
+//! tables have it.
 
 use minijinja::Value;
 use minijinja::value::ValueKind;

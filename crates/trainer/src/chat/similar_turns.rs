@@ -1,7 +1,8 @@
 //! Turns of the assistant among messages of the same kinds, of which the place of one tells that of the others.
 //!
-//! From the end of the text before a turn to the turn, and from the turn's end to the text after it, a template writes what follows from the
-//! kinds of these messages: roles, and the names of what they have. So those bytes are compared with the ones around a turn whose place is known.
+//! From the end of the text before a turn to the turn, and from the turn's end to the text after it, a template
+//! writes what follows from the kinds of these messages: roles, and the names of what they have. So those bytes are
+//! compared with the ones around a turn whose place is known.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -136,7 +137,8 @@ impl KnownTurn<'_> {
     }
 }
 
-/// Whether there is a word or number of which both have a part: it may be another one than the known turn has beside it.
+/// Whether there is a word or number of which both have a part: it may be another one than the known turn has beside
+/// it.
 fn is_cut(before: &str, after: &str) -> bool {
     let [last, first] = [before.chars().next_back(), after.chars().next()];
     [last, first]
@@ -161,8 +163,9 @@ fn kind_of(chat: &Chat, index: usize) -> String {
     format!("{} {is_in_parts} {names:?}", chat.role(index))
 }
 
-/// Where the contents of messages that are not the assistant's are in `text`, which is the rendered conversation: what the template makes of
-/// it with marks around each of them is the same text with marks in it, or nothing is known.
+/// Where the contents of messages that are not the assistant's are in `text`, which is the rendered conversation:
+/// what the template makes of it with marks around each of them is the same text with marks in it, or nothing is
+/// known.
 fn places_of_contents(
     template: &ChatTemplate,
     chat: &Chat,

@@ -19,8 +19,8 @@ const RESERVED: [&str; 7] = [
     "tokenize",
 ];
 
-/// Variables that a chat template gets beside the conversation, such as `enable_thinking`: the named arguments of transformers'
-/// `apply_chat_template`. As a text they are a JSON object.
+/// Variables that a chat template gets beside the conversation, such as `enable_thinking`: the named arguments of
+/// transformers' `apply_chat_template`. As a text they are a JSON object.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TemplateKwargs(Vec<(String, Value)>);
 

@@ -12,8 +12,8 @@ pub(super) fn parsed_object(text: &str) -> Option<Value> {
 }
 
 impl Chat {
-    /// With `of` each `tool_calls[].function.arguments` (or, without `function`, `tool_calls[].arguments`) in its place, where that is an
-    /// object of JSON in a text; `None` if there is none.
+    /// With `of` each `tool_calls[].function.arguments` (or, without `function`, `tool_calls[].arguments`) in its
+    /// place, where that is an object of JSON in a text; `None` if there is none.
     pub(super) fn with_arguments(&self, of: impl Fn(&str) -> Option<Value>) -> Option<Self> {
         let changed: Vec<Option<Value>> = self
             .messages()

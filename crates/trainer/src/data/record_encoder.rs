@@ -34,8 +34,8 @@ pub struct EncoderConfig {
     pub train_on_prompt: bool,
     /// Of a conversation only the assistant's last message has loss.
     pub mask_history: bool,
-    /// Leave arguments of tool calls that are JSON in a text as they are, as transformers does, instead of reading the JSON for templates
-    /// that expect objects.
+    /// Leave arguments of tool calls that are JSON in a text as they are, as transformers does, instead of reading
+    /// the JSON for templates that expect objects.
     pub keep_argument_strings: bool,
 }
 

@@ -1,4 +1,5 @@
-//! The forms that parts of conversations have in records: what transformers' `apply_chat_template` makes of them, or an error with field and place.
+//! The forms that parts of conversations have in records: what transformers' `apply_chat_template` makes of them, or
+//! an error with field and place.
 
 use candle_trainer::{EncoderConfig, TemplateKwargs};
 use serde_json::{Value, json};
@@ -8,7 +9,8 @@ use crate::read::{Reading, lines};
 
 /// Tools, contents and calls, as most templates write them.
 const CALLS: &str = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content if m.content }}{% for c in m.tool_calls or [] %}{% if c.function %}{% set c = c.function %}{% endif %}[{{ c.name }} {{ c.arguments | tojson }}]{% endfor %}{{ eos_token if m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
-/// As that of Mistral: a turn with calls has no header and no content, and tools are before the last message of the user.
+/// As that of Mistral: a turn with calls has no header and no content, and tools are before the last message of the
+/// user.
 const CALLS_ALONE: &str = "{% for m in messages %}{% if m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]{% elif m.tool_calls is defined and m.tool_calls %}[CALLS]{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{{ eos_token }}{% else %}{% if m.role == 'user' and tools and (messages | selectattr('role', 'equalto', 'user') | list)[-1] == m %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
 
 /// What is read of one record, with marks around what is learned.
