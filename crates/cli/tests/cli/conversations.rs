@@ -211,13 +211,6 @@ fn variables_for_the_template_are_those_of_flag_and_record() {
         "{shown}"
     );
 
-    gay(finetune(&workspace)).succeeds();
-    let flags = fs::read_to_string(workspace.output().join("candle_train.toml")).unwrap();
-    assert!(
-        flags.contains(r#"chat-template-kwargs = "{\"mood\":\"gay\"}""#)
-            || flags.contains(r#"chat-template-kwargs = '{"mood":"gay"}'"#),
-        "{flags}"
-    );
     workspace.refuses(
         &gay(workspace.finetune()),
         &["--chat-template-kwargs is given, and the data has no conversations"],
@@ -227,6 +220,11 @@ fn variables_for_the_template_are_those_of_flag_and_record() {
     for json in ["mood", "[1]", r#"{"messages": []}"#] {
         wrong(json).run().assert_error(&["--chat-template-kwargs"]);
     }
+
+    gay(finetune(&workspace)).flag("--steps", 1).succeeds();
+    let flags = fs::read_to_string(workspace.output().join("candle_train.toml")).unwrap();
+    let kept = r#"chat-template-kwargs = '{"mood":"gay"}'"#;
+    assert!(flags.contains(kept), "{flags}");
 
     // In a chat they decide what is continued.
     let refusing = "{% if mood == 'gay' %}{{ raise_exception('no gaiety') }}{% endif %}{{ messages[0].content }}";
