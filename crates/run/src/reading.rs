@@ -128,6 +128,9 @@ impl DataArgs {
         if let Some(date) = date {
             encoder = encoder.with_date(date);
         }
+        if let Some(kwargs) = &self.chat_template_kwargs {
+            encoder = encoder.with_template_kwargs(kwargs)?;
+        }
         Ok(Reader {
             encoder,
             chosen_template,
@@ -153,6 +156,11 @@ impl DataArgs {
             bail!(
                 "--chat-template {choice} is given, and the data has no conversations: texts, and prompts with completions, are learned as they \
                  are\nhint: --columns instruction=question,output=answer makes conversations of such columns"
+            );
+        }
+        if self.chat_template_kwargs.is_some() && !read.has_conversations {
+            bail!(
+                "--chat-template-kwargs is given, and the data has no conversations, which alone are rendered"
             );
         }
         match (self.date, read.date) {

@@ -54,7 +54,7 @@ mod whole_file;
 
 pub use activity::Activity;
 pub use batches::{BatchConfig, BatchRamp, Batches};
-pub use chat::{Chat, ChatTemplate, Rendered, TemplateFit};
+pub use chat::{Chat, ChatTemplate, Rendered, TemplateFit, TemplateKwargs};
 pub use checkpoints::Checkpoints;
 pub use counted::counted;
 pub use data::{

@@ -200,13 +200,18 @@ impl Tokenizer {
         };
         let offsets = encoding.get_offsets();
         let mut in_span = vec![false; offsets.len()];
-        for span in spans {
-            let overlaps = |(begin, end): &(usize, usize)| *begin < span.end && *end > span.start;
-            let first = offsets.iter().position(overlaps);
-            let last = offsets.iter().rposition(overlaps);
-            if let (Some(first), Some(last)) = (first, last) {
-                in_span[first..=last].fill(true);
+        // The first and the last token of each span, in one pass.
+        let mut tokens: Vec<Option<(usize, usize)>> = vec![None; spans.len()];
+        for (token, &(begin, end)) in offsets.iter().enumerate() {
+            let mut span = spans.partition_point(|span| span.end <= begin);
+            while spans.get(span).is_some_and(|span| span.start < end) {
+                let (first, _) = tokens[span].unwrap_or((token, token));
+                tokens[span] = Some((first, token));
+                span += 1;
             }
+        }
+        for (first, last) in tokens.into_iter().flatten() {
+            in_span[first..=last].fill(true);
         }
         Ok((encoding.get_ids().to_vec(), in_span))
     }

@@ -36,6 +36,8 @@ mod progress;
 mod python_json;
 #[path = "train/read.rs"]
 mod read;
+#[path = "train/record_forms.rs"]
+mod record_forms;
 #[path = "train/records.rs"]
 mod records;
 #[path = "train/sampler.rs"]

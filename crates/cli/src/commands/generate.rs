@@ -15,8 +15,8 @@ use candle_train_run::{
 };
 use candle_trainer::hub::{is_gguf, resolve_model};
 use candle_trainer::{
-    ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer, template_from_gguf,
-    tokenizer_from_gguf,
+    ChatTemplate, GenerateConfig, Sampler, SamplingConfig, TemplateKwargs, Tokenizer,
+    template_from_gguf, tokenizer_from_gguf,
 };
 use clap::Parser;
 use jiff::civil::Date;
@@ -49,6 +49,9 @@ pub(crate) struct Generate {
     /// adapter's]
     #[arg(long, value_name = "FILE|NAME")]
     chat_template: Option<String>,
+    /// Variables for the chat template, a JSON object such as '{"enable_thinking": false}' [default: none]
+    #[arg(long, value_name = "JSON")]
+    chat_template_kwargs: Option<TemplateKwargs>,
     /// What a chat template that asks for the date takes for today [default: today]
     #[arg(long, value_name = "YYYY-MM-DD")]
     date: Option<Date>,
@@ -125,6 +128,9 @@ impl Generate {
         }
         if self.chat_template.is_some() && !self.chat {
             bail!("--chat-template is given without --chat: a text is not rendered");
+        }
+        if self.chat_template_kwargs.is_some() && !self.chat {
+            bail!("--chat-template-kwargs is given without --chat: a text is not rendered");
         }
         let mut ranks = self.ranks.config(degrees)?;
         if self.chat {
@@ -206,9 +212,9 @@ impl Generate {
         let tokenizer = tokenizer_from_gguf(&metadata).map_err(of_file)?;
         let template = match (self.chat, self.chat_template.as_deref()) {
             (false, _) => None,
-            (true, Some(choice)) => Some(ChatTemplate::chosen(choice, &tokenizer)?),
+            (true, Some(choice)) => Some(self.chosen(ChatTemplate::chosen(choice, &tokenizer)?)?),
             (true, None) => match template_from_gguf(&metadata, path, &tokenizer)? {
-                Some(template) => Some(self.dated(template)?),
+                Some(template) => Some(self.chosen(template)?),
                 None => bail!(
                     "--chat: the model in {} has no chat template\nhint: --chat-template names one, such as chatml",
                     path.display()
@@ -276,7 +282,7 @@ impl Generate {
         let (choice, adapter) = (self.chat_template.as_deref(), named.adapter.as_deref());
         let template = ChatTemplate::in_place_of_own(Some(dir), choice, adapter, tokenizer);
         match template.transpose().or_else(of_model) {
-            Some(template) => self.dated(template?),
+            Some(template) => self.chosen(template?),
             None => bail!(
                 "--chat: the model in {} has no chat template\nhint: a base model continues texts: use --prompt alone; one that was trained \
                  on conversations elsewhere takes the template of these by --chat-template, such as chatml",
@@ -313,7 +319,12 @@ impl Generate {
         }
     }
 
-    fn dated(&self, template: ChatTemplate) -> Result<ChatTemplate> {
+    /// The template on the date and with the variables that flags name.
+    fn chosen(&self, template: ChatTemplate) -> Result<ChatTemplate> {
+        let template = match &self.chat_template_kwargs {
+            Some(kwargs) => template.with_kwargs(kwargs.clone())?,
+            None => template,
+        };
         match (self.date, template.date()) {
             (Some(date), None) => {
                 bail!("--date {date} is given, and the model's chat template prints no date")

@@ -128,15 +128,15 @@ fn records_that_ask_for_something_else_end_the_run_or_are_told() {
         workspace.model("chat_template.jinja"),
         TEMPLATE.replace(
             "{{ m.role",
-            "{% if m.role == 'human' %}{% continue %}{% endif %}{{ m.role",
+            "{% if m.role == 'developer' %}{% continue %}{% endif %}{{ m.role",
         ),
     )
     .unwrap();
-    let human = json!({"messages": [{"role": "human", "content": "b"}, {"role": "user", "content": "bb"}, {"role": "assistant", "content": "b"}]});
-    write(&workspace, &[human]);
+    let hidden = json!({"messages": [{"role": "developer", "content": "b"}, {"role": "user", "content": "bb"}, {"role": "assistant", "content": "b"}]});
+    write(&workspace, &[hidden]);
     let parts = [
         "line 1",
-        "chat_template.jinja does not show message 0, of the role \"human\"",
+        "chat_template.jinja does not show message 0, of the role \"developer\"",
         "hint: ",
     ];
     preview(&workspace).run().assert_error(&parts);
@@ -189,4 +189,53 @@ fn the_first_line_counts_what_is_trained_on() {
     let left_out: usize = left_out.split(' ').next().unwrap().parse().unwrap();
     assert_eq!(kept[1] + left_out, whole[1]);
     assert_eq!(kept[1], all[1] + 48 * dropped);
+}
+
+#[test]
+fn variables_for_the_template_are_those_of_flag_and_record() {
+    let workspace = workspace_of(0);
+    let template = format!("{{% if mood is defined %}}{{{{ mood }}}} {{% endif %}}{TEMPLATE}");
+    fs::write(workspace.model("chat_template.jinja"), template).unwrap();
+    let turns = json!([{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]);
+    let sad = json!({"messages": turns, "chat_template_kwargs": {"mood": "sad"}});
+    write(&workspace, &[json!({"messages": turns}), sad]);
+    let gay = |program: Program| program.flag("--chat-template-kwargs", r#"{"mood":"gay"}"#);
+    let shown = preview(&workspace).succeeds().stdout;
+    assert!(
+        !shown.contains("gay") && shown.contains("sad user"),
+        "{shown}"
+    );
+    let shown = gay(preview(&workspace)).succeeds().stdout;
+    assert!(
+        shown.contains("gay user") && shown.contains("sad user"),
+        "{shown}"
+    );
+
+    workspace.refuses(
+        &gay(workspace.finetune()),
+        &["--chat-template-kwargs is given, and the data has no conversations"],
+    );
+    let wrong = |json: &str| finetune(&workspace).flag("--chat-template-kwargs", json);
+    workspace.refuses(&wrong(r#"{"tone": 1}"#), &["does not read tone"]);
+    for json in ["mood", "[1]", r#"{"messages": []}"#] {
+        wrong(json).run().assert_error(&["--chat-template-kwargs"]);
+    }
+
+    gay(finetune(&workspace)).flag("--steps", 1).succeeds();
+    let flags = fs::read_to_string(workspace.output().join("candle_train.toml")).unwrap();
+    let kept = r#"chat-template-kwargs = '{"mood":"gay"}'"#;
+    assert!(flags.contains(kept), "{flags}");
+
+    // In a chat they decide what is continued.
+    let refusing = "{% if mood == 'gay' %}{{ raise_exception('no gaiety') }}{% endif %}{{ messages[0].content }}";
+    fs::write(workspace.model("chat_template.jinja"), refusing).unwrap();
+    let generate = candle_train("generate")
+        .flag("--model", workspace.path("model").display())
+        .flag("--prompt", "Hello")
+        .flag("--max-new-tokens", 2);
+    let chat = generate.clone().switch("--chat");
+    chat.succeeds();
+    gay(chat).run().assert_error(&["no gaiety"]);
+    let text = gay(generate).run();
+    text.assert_error(&["--chat-template-kwargs is given without --chat"]);
 }

@@ -193,6 +193,10 @@ const TRAINING: &[(&str, &[&str])] = &[
     ("--keep", &["[default: 2]", "newest"]),
     ("--resume", &["DIR|latest", "any layout", "--save-dir"]),
     ("--resume-anyway", &["other data"]),
+    (
+        "--chat-template-kwargs",
+        &["[default: none]", "enable_thinking", "apply_chat_template"],
+    ),
     ("--overlong", &["[default: truncate]", "drop"]),
     ("--no-packing", &["padding"]),
     ("--no-document-mask", &["other records"]),

@@ -4,7 +4,7 @@ use std::fmt;
 
 use candle_core::{Result, bail};
 use candle_trainer::hub::DataUse;
-use candle_trainer::{Columns, Data, DataSpec};
+use candle_trainer::{Columns, Data, DataSpec, TemplateKwargs};
 use clap::Args;
 use jiff::civil::Date;
 use serde::Serialize;
@@ -39,6 +39,12 @@ pub struct DataArgs {
     /// It renders conversations, and goes into the output, where what ends its turns becomes an end of generated texts.
     #[arg(long, value_name = "FILE|NAME")]
     pub chat_template: Option<String>,
+    /// Variables for the chat template, a JSON object such as '{"enable_thinking": false}' [default: none]
+    ///
+    /// They are the named arguments of apply_chat_template. A record's own chat_template_kwargs come before them.
+    #[arg(long, value_name = "JSON")]
+    #[serde(serialize_with = "some_text")]
+    pub chat_template_kwargs: Option<TemplateKwargs>,
     /// What a chat template that asks for the date takes for today [default: today, and of a run that is resumed the date of its checkpoint]
     #[arg(long, value_name = "YYYY-MM-DD")]
     #[serde(serialize_with = "some_text")]

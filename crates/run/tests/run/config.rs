@@ -10,6 +10,7 @@ fn values() -> Vec<(&'static str, &'static str)> {
         ("data", "a.jsonl"),
         ("columns", "prompt=question"),
         ("chat-template", "chatml"),
+        ("chat-template-kwargs", "{\"enable_thinking\":false}"),
         ("date", "2026-01-31"),
         ("micro-batch-size", "3"),
         ("global-batch-size", "6"),

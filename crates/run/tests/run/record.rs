@@ -37,9 +37,10 @@ const PLACES: [&str; 13] = [
 const OF_PROCESSES: [&str; 2] = ["check-collectives", "half-sums"];
 
 /// Flags of data that the fixture is not: conversations and tables. What they make of data is among its tokens.
-const OF_OTHER_DATA: [&str; 6] = [
+const OF_OTHER_DATA: [&str; 7] = [
     "columns",
     "chat-template",
+    "chat-template-kwargs",
     "date",
     "train-on-prompt",
     "mask-history",

@@ -1,17 +1,21 @@
 //! Where the assistant's turns are in a conversation whose template does not tell.
 //!
-//! Of most templates the messages before turn i, with the header that asks for it, and those up to it give two beginnings of the
-//! rendered conversation, and turn i is what is between their ends. But templates may render a turn differently once others follow,
-//! as Qwen3 does, which leaves out earlier thoughts. Then turn i gets another text: what follows that in the whole conversation, and
-//! not in one that ends with turn i, is what comes after turn i.
+//! Of most templates the messages before turn i, with the header that asks for it, and those up to it give two
+//! beginnings of the rendered conversation, and turn i is what is between their ends. But templates may render a turn
+//! differently once others follow, as Qwen3 does, which leaves out earlier thoughts. Then turn i gets another text:
+//! what follows that in the whole conversation, and not in one that ends with turn i, is what comes after turn i. A
+//! turn that shows its calls in place of its text is what the rendering gains with it.
+//!
+//! That takes several renderings for a turn. They are spared for turns among messages of the same kinds as those
+//! around an earlier turn: what is between such a turn and its neighbours' texts is the same, and one rendering shows
+//! where those texts are ([`SimilarTurns`]).
 
 use std::ops::Range;
 
 use super::chat_template::ChatTemplate;
 use super::conversation::Chat;
-
-/// What stands in place of a turn; nothing that a template looks for.
-const STAND_IN: &str = "\u{FDD2}turn\u{FDD3}";
+use super::similar_turns::SimilarTurns;
+use super::stand_ins::stand_in;
 
 /// The bytes of `text`, the rendered `chat`, that the assistant writes.
 pub(super) fn find_assistant_spans(
@@ -20,86 +24,203 @@ pub(super) fn find_assistant_spans(
     text: &str,
     special_tokens: &[String],
 ) -> Result<Vec<Range<usize>>, String> {
-    let mut spans: Vec<Range<usize>> = Vec::new();
-    for turn in chat.assistant_turns() {
-        let (before, after) = borders(template, chat, text, turn)?;
-        let earlier = spans.last().map_or(0, |span| span.end);
-        if !(earlier <= before
-            && before < after
-            && text.is_char_boundary(before)
-            && text.is_char_boundary(after))
-        {
-            return Err(format!(
-                "the chat template does not show where the assistant's message {turn} is"
-            ));
+    let similar = SimilarTurns::of(template, chat, text);
+    let mut finder = SpanFinder {
+        template,
+        chat,
+        text,
+        similar,
+    };
+    finder.spans(special_tokens)
+}
+
+struct SpanFinder<'a> {
+    template: &'a ChatTemplate,
+    chat: &'a Chat,
+    text: &'a str,
+    similar: SimilarTurns<'a>,
+}
+
+/// A turn whose place is looked for, and what its place follows from.
+struct Turn {
+    index: usize,
+    /// Where the one before ends.
+    earlier: usize,
+    /// The messages before it, with the header that asks for it, if the template does not refuse them.
+    asked: Option<String>,
+    /// Those up to it.
+    done: Option<String>,
+}
+
+impl SpanFinder<'_> {
+    fn spans(&mut self, special_tokens: &[String]) -> Result<Vec<Range<usize>>, String> {
+        let text = self.text;
+        let mut spans: Vec<Range<usize>> = Vec::new();
+        for index in self.chat.assistant_turns() {
+            let earlier = spans.last().map_or(0, |span| span.end);
+            let found = self.similar.find(index);
+            let (Range { start, end }, asked) = match found.clone() {
+                Some(borders) => (borders, None),
+                None => self.borders(index, earlier)?,
+            };
+            let is_place = earlier <= start && start < end;
+            if !(is_place && text.is_char_boundary(start) && text.is_char_boundary(end)) {
+                return Err(format!(
+                    "the chat template does not show where the assistant's message {index} is"
+                ));
+            }
+            if found.is_none() {
+                self.similar.add(index, &(start..end), asked.as_deref());
+            }
+            spans.push(start..start + written_len(&text[start..end], special_tokens));
         }
-        spans.push(before..before + written_len(&text[before..after], special_tokens));
+        Ok(spans)
     }
-    Ok(spans)
-}
 
-/// Where turn `turn` begins, after its header, and where the next one does.
-fn borders(
-    template: &ChatTemplate,
-    chat: &Chat,
-    text: &str,
-    turn: usize,
-) -> Result<(usize, usize), String> {
-    let messages = chat.messages();
-    // A template may refuse what has no message yet.
-    let asked = template.text(chat, &messages[..turn], true).ok();
-    let done = match turn + 1 == messages.len() {
-        true => Some(text.to_string()),
-        false => template.text(chat, &messages[..=turn], false).ok(),
-    };
-    match (&asked, done) {
-        (Some(asked), Some(done)) if text.starts_with(asked) && text.starts_with(&done) => {
-            Ok((asked.len(), done.len()))
+    /// What the template makes of the first `num_messages`; `None` if it refuses them.
+    fn first(&self, num_messages: usize, add_generation_prompt: bool) -> Option<String> {
+        let messages = &self.chat.messages()[..num_messages];
+        let text = self
+            .template
+            .text(self.chat, messages, add_generation_prompt);
+        text.ok()
+    }
+
+    /// From where turn `index` begins, after its header, to where the next one does; and the messages before it with
+    /// the header.
+    fn borders(
+        &self,
+        index: usize,
+        earlier: usize,
+    ) -> Result<(Range<usize>, Option<String>), String> {
+        let text = self.text;
+        // A template may refuse what has no message yet.
+        let asked = self.first(index, true);
+        let done = if index + 1 == self.chat.messages().len() {
+            Some(text.to_string())
+        } else {
+            self.first(index + 1, false)
+        };
+        let turn = Turn {
+            index,
+            earlier,
+            asked,
+            done,
+        };
+        let borders = match (&turn.asked, &turn.done) {
+            (Some(asked), Some(done)) if text.starts_with(asked) && text.starts_with(done) => {
+                asked.len()..done.len()
+            }
+            _ => self.borders_of_stand_in(&turn)?,
+        };
+        Ok((borders, turn.asked))
+    }
+
+    fn borders_of_stand_in(&self, turn: &Turn) -> Result<Range<usize>, String> {
+        let Self {
+            template,
+            chat,
+            text,
+            ..
+        } = self;
+        let index = turn.index;
+        let stand_in = stand_in("turn");
+        let unclear = || {
+            format!(
+                "the chat template does not show the content of the assistant's message {index} once"
+            )
+        };
+        let end_of = |text: &str| {
+            let place = text.find(&stand_in)? + stand_in.len();
+            (text.matches(&stand_in).count() == 1).then_some(place)
+        };
+        let silent = self.first(index, false);
+        let replaced = chat.with_content(index, &stand_in);
+        let other = template.text(chat, &replaced, false);
+        let end = other.as_ref().ok().and_then(|other| end_of(other));
+        let (Ok(other), Some(end)) = (&other, end) else {
+            if chat.has_calls(index) {
+                let borders = silent.and_then(|silent| self.borders_of_gain(turn, &silent));
+                return borders.ok_or_else(unclear);
+            }
+            return Err(other.err().unwrap_or_else(unclear));
+        };
+        let place = end - stand_in.len();
+        let begin = begin_of_turn(&other[..place], turn.asked.as_deref(), silent.as_deref());
+        let begin = begin.min(common_prefix(text, other));
+        if index + 1 == replaced.len() {
+            return Ok(begin..text.len());
         }
-        _ => borders_of_stand_in(template, chat, text, (turn, asked)),
+        let last = template.text(chat, &replaced[..=index], false)?;
+        // What ends the turn, and what follows.
+        let last = &last[end_of(&last).ok_or_else(unclear)?..];
+        let ending = match common_tags(last, &other[end..]) {
+            0 => common_prefix(last, &other[end..]),
+            ending => ending,
+        };
+        let following = &other[end + ending..];
+        match text.ends_with(following) {
+            true => Ok(begin..text.len() - following.len()),
+            false => Err(unclear()),
+        }
+    }
+
+    /// A turn that shows its calls in place of its text: what the template writes once the turn follows the messages
+    /// before it, which are `silent`.
+    fn borders_of_gain(&self, turn: &Turn, silent: &str) -> Option<Range<usize>> {
+        let (text, index) = (self.text, turn.index);
+        let asked = turn.asked.as_deref().unwrap_or_default();
+        // Its header, as far as the turn has it.
+        let begin_in = |done: &str| common_tags(asked, done).max(silent.len());
+        // A template may leave out thoughts, or a text beside calls, once others follow.
+        let calls_alone = self.chat.with_content(index, "");
+        let calls_alone = self.template.text(self.chat, &calls_alone[..=index], false);
+        for done in turn.done.iter().chain(calls_alone.as_ref().ok()) {
+            let Some(gained) = done
+                .strip_prefix(silent)
+                .filter(|gained| !gained.is_empty())
+            else {
+                continue;
+            };
+            let begin = begin_in(done);
+            if text.starts_with(done) {
+                return Some(begin..done.len());
+            }
+            if text.starts_with(silent) {
+                continue;
+            }
+            // What comes earlier is another text in the whole conversation.
+            let around = self.similar.around(index);
+            let earlier = around.map_or(turn.earlier, |around| around.start.max(turn.earlier));
+            if let Some(place) = text.get(earlier..)?.find(gained) {
+                let place = earlier + place;
+                return Some(place + begin - silent.len()..place + gained.len());
+            }
+        }
+        // What ends the turn may be missing where another one follows.
+        let done = turn.done.as_deref()?;
+        let (begin, end) = (begin_in(done), common_tags(done, text));
+        let is_beginning = done.starts_with(silent) && text.starts_with(silent);
+        is_beginning.then_some(begin..end)
     }
 }
 
-fn borders_of_stand_in(
-    template: &ChatTemplate,
-    chat: &Chat,
-    text: &str,
-    (turn, asked): (usize, Option<String>),
-) -> Result<(usize, usize), String> {
-    let replaced = chat.with_content(turn, STAND_IN);
-    let other = template.text(chat, &replaced, false)?;
-    let unclear = || {
-        format!(
-            "the chat template does not show the content of the assistant's message {turn} once"
-        )
-    };
-    let end_of = |text: &str| match text.matches(STAND_IN).count() {
-        1 => text
-            .find(STAND_IN)
-            .map(|place| place + STAND_IN.len())
-            .ok_or_else(unclear),
-        _ => Err(unclear()),
-    };
-    let end = end_of(&other)?;
-    let place = end - STAND_IN.len();
-    let silent = template.text(chat, &chat.messages()[..turn], false).ok();
-    let begin = begin_of_turn(&other[..place], asked.as_deref(), silent.as_deref());
-    let begin = begin.min(common_prefix(text, &other));
-    if turn + 1 == replaced.len() {
-        return Ok((begin, text.len()));
+/// Bytes that both begin with, without the beginning of a tag that only one of them has: `<call>` and `<answer>`
+/// share nothing.
+fn common_tags(a: &str, b: &str) -> usize {
+    let common = common_prefix(a, b);
+    if common == a.len() || common == b.len() {
+        return common;
     }
-    let last = template.text(chat, &replaced[..=turn], false)?;
-    // What ends the turn, and what follows.
-    let ending = common_prefix(&last[end_of(&last)?..], &other[end..]);
-    let following = &other[end + ending..];
-    match text.ends_with(following) {
-        true => Ok((begin, text.len() - following.len())),
-        false => Err(unclear()),
+    let shared = &a[..common];
+    match shared.rfind(['<', '[']) {
+        Some(open) if !shared[open..].contains(['>', ']']) => open,
+        _ => common,
     }
 }
 
-/// Where a turn begins whose content is what follows `before`; `asked` and `silent` are the messages before it with and without the header that
-/// asks for it.
+/// Where a turn begins whose content is what follows `before`; `asked` and `silent` are the messages before it with
+/// and without the header that asks for it.
 fn begin_of_turn(before: &str, asked: Option<&str>, silent: Option<&str>) -> usize {
     let (asked, silent) = (asked.unwrap_or_default(), silent.unwrap_or_default());
     let common = common_prefix(asked, before);
@@ -119,7 +240,7 @@ fn begin_of_turn(before: &str, asked: Option<&str>, silent: Option<&str>) -> usi
 }
 
 /// Bytes that both begin with.
-fn common_prefix(a: &str, b: &str) -> usize {
+pub(super) fn common_prefix(a: &str, b: &str) -> usize {
     let pairs = a.char_indices().zip(b.chars());
     let mut pairs = pairs.skip_while(|((_, a), b)| a == b);
     match pairs.next() {
@@ -137,5 +258,128 @@ fn written_len(turn: &str, special_tokens: &[String]) -> usize {
     match ends {
         true => trimmed.len(),
         false => turn.len(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::path::Path;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::chat::template_source::TemplateSource;
+
+    fn templates() -> Vec<(String, ChatTemplate)> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let fixtures = root.join("../../tests/fixtures/chat");
+        let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")];
+        let tokens = tokens.map(|(name, token)| (name.to_string(), token.to_string()));
+        let tokens = BTreeMap::from(tokens);
+        let names = ["llama2", "llama3", "qwen2.5", "qwen3", "mistral", "zephyr"];
+        let mut all: Vec<_> = names
+            .iter()
+            .map(|name| {
+                let template = ChatTemplate::from_dir(fixtures.join(name), tokens.clone());
+                (name.to_string(), template.unwrap().unwrap())
+            })
+            .collect();
+        // Thoughts that the prompt begins, a turn without a header, and one that shows calls in place of its text.
+        let more = [
+            "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] if not loop.last else m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}",
+            "{{ bos_token }}{% for m in messages %}{{ loop.index0 if m.role == 'user' }} {{ m.content | trim }}\n{% endfor %}",
+            "{% for m in messages %}{% if m.tool_calls %}[CALLS]{{ m.tool_calls | tojson }}{% else %}<{{ m.role }}>{{ m.content | trim }}{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+            include_str!("templates/gemma.jinja"),
+        ];
+        for text in more {
+            let source = TemplateSource::of_text("own".into(), text);
+            all.push((
+                text.to_string(),
+                ChatTemplate::of_source(source, tokens.clone()).unwrap(),
+            ));
+        }
+        all
+    }
+
+    /// A conversation of so many questions with answers of several kinds, with calls of tools or without.
+    fn chat(num_questions: usize, kinds: &[&str]) -> Chat {
+        let mut messages = Vec::new();
+        let say = |role: &str, content: String| json!({"role": role, "content": content});
+        for index in 0..num_questions {
+            messages.push(say("user", format!(" q{index}\n")));
+            match kinds[index % kinds.len()] {
+                "call" => {
+                    let calls = json!([{"function": {"name": format!("f{index}"), "arguments": {"x": index}}}]);
+                    messages.push(json!({"role": "assistant", "content": "", "tool_calls": calls}));
+                    messages.push(say("tool", format!("r{index}")));
+                    messages.push(say("assistant", format!("a{index} ")));
+                }
+                "think" => messages.push(say("assistant", format!("<think>\nt{index}\n</think>\n\na{index}"))),
+                "reasoning" => messages.push(json!({"role": "assistant", "content": format!("a{index}"), "reasoning_content": "hm"})),
+                // What is around turns, in one of them.
+                _ => messages.push(say("assistant", format!("a{index}</s><user> q0<|im_end|>\n"))),
+            }
+        }
+        Chat::from_json(&messages).unwrap()
+    }
+
+    #[test]
+    fn similar_turns_are_where_a_search_for_each_finds_them() {
+        let mut num_found = 0;
+        for (name, template) in templates() {
+            for kinds in [
+                &["plain"][..],
+                &["plain", "call"],
+                &["think", "plain", "reasoning"],
+                &["call", "call", "plain", "think"],
+            ] {
+                let chat = chat(7, kinds);
+                let Ok(text) = template.text(&chat, chat.messages(), false) else {
+                    continue;
+                };
+                let special_tokens = ["</s>".to_string(), "<|im_end|>".to_string()];
+                let found = find_assistant_spans(&template, &chat, &text, &special_tokens);
+                let mut each = SpanFinder {
+                    template: &template,
+                    chat: &chat,
+                    text: &text,
+                    similar: SimilarTurns::none(&chat, &text),
+                };
+                assert_eq!(found, each.spans(&special_tokens), "{name} {kinds:?}");
+                num_found += usize::from(found.is_ok());
+            }
+        }
+        assert!(num_found >= 24, "{num_found}");
+    }
+
+    #[test]
+    fn long_conversations_take_few_searches() {
+        for (name, template) in templates() {
+            let is_numbered = name.contains("loop.index0 if");
+            for kinds in [&["plain"][..], &["plain", "call"]] {
+                let chat = chat(200, kinds);
+                let Ok(text) = template.text(&chat, chat.messages(), false) else {
+                    continue;
+                };
+                let mut finder = SpanFinder {
+                    template: &template,
+                    chat: &chat,
+                    text: &text,
+                    similar: SimilarTurns::of(&template, &chat, &text),
+                };
+                if finder.spans(&[]).is_err() {
+                    continue;
+                }
+                let num_searched = finder.similar.num_known();
+                let all_known = chat
+                    .assistant_turns()
+                    .all(|turn| finder.similar.find(turn).is_some());
+                assert!(
+                    is_numbered || num_searched <= 6 && all_known,
+                    "{name} {kinds:?}: {num_searched}"
+                );
+            }
+        }
     }
 }

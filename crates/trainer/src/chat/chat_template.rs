@@ -16,6 +16,7 @@ use super::conversation::Chat;
 use super::generation_marks::{marked_spans, replace_tags};
 use super::loss_masks::take_masked;
 use super::python_json::tojson;
+use super::template_kwargs::TemplateKwargs;
 use super::template_source::TemplateSource;
 use crate::Tokenizer;
 
@@ -35,6 +36,7 @@ pub struct ChatTemplate {
     special_tokens: BTreeMap<String, String>,
     source: TemplateSource,
     date: Date,
+    kwargs: TemplateKwargs,
 }
 
 /// A conversation as text.
@@ -125,6 +127,7 @@ impl ChatTemplate {
             special_tokens,
             source,
             date: Date::ZERO,
+            kwargs: TemplateKwargs::default(),
         }
         .with_date(jiff::Zoned::now().date()))
     }
@@ -138,6 +141,38 @@ impl ChatTemplate {
         self
     }
 
+    /// The template with these variables, which those of a conversation come before.
+    ///
+    /// # Errors
+    /// One that the template does not read.
+    pub fn with_kwargs(self, kwargs: TemplateKwargs) -> Result<Self> {
+        if let Some(name) = kwargs.names().find(|name| !self.mentions(name)) {
+            bail!(
+                "the chat template in {} does not read {name}, which is among the variables for it",
+                self.path().display()
+            );
+        }
+        Ok(Self { kwargs, ..self })
+    }
+
+    /// Whether the template has this name in its text.
+    pub(super) fn mentions(&self, name: &str) -> bool {
+        self.texts().any(|text| text.contains(name))
+    }
+
+    /// The texts of the templates: for conversations, and for those with tools.
+    pub(super) fn texts(&self) -> impl Iterator<Item = &str> {
+        let with_tools = self.source.with_tools.as_deref();
+        std::iter::once(self.source.default.as_str()).chain(with_tools)
+    }
+
+    /// The text of the template for this conversation.
+    pub(super) fn text_for(&self, chat: &Chat) -> &str {
+        let with_tools = self.source.with_tools.as_deref();
+        let with_tools = with_tools.filter(|_| chat.tools().is_true());
+        with_tools.unwrap_or(&self.source.default)
+    }
+
     /// The file that it is in, or the name by which it was chosen.
     pub fn path(&self) -> &Path {
         &self.source.path
@@ -145,14 +180,7 @@ impl ChatTemplate {
 
     /// The date of the texts, if the template asks for it.
     pub fn date(&self) -> Option<Date> {
-        let TemplateSource {
-            default,
-            with_tools,
-            ..
-        } = &self.source;
-        let mut texts = std::iter::once(default).chain(with_tools);
-        let asks = texts.any(|text| text.contains("strftime_now"));
-        asks.then_some(self.date)
+        self.mentions("strftime_now").then_some(self.date)
     }
 
     /// Renders a conversation and finds the assistant's turns in it.
@@ -163,6 +191,15 @@ impl ChatTemplate {
     /// # Errors
     /// The template refuses the conversation, or the turns cannot be told apart; a part of a sentence.
     pub fn render(
+        &self,
+        chat: &Chat,
+        special_tokens: &[String],
+    ) -> std::result::Result<Rendered, String> {
+        self.render_as_read(&self.with_contents_as_read(chat).chat, special_tokens)
+    }
+
+    /// As [`Self::render`], of a conversation with its contents as the template reads them.
+    pub(crate) fn render_as_read(
         &self,
         chat: &Chat,
         special_tokens: &[String],
@@ -206,7 +243,8 @@ impl ChatTemplate {
     /// # Errors
     /// The template refuses the conversation.
     pub fn generation_prompt(&self, chat: &Chat) -> Result<String> {
-        match self.text(chat, chat.messages(), true) {
+        let chat = self.with_contents_as_read(chat).chat;
+        match self.text(&chat, chat.messages(), true) {
             Ok(text) => Ok(text),
             Err(err) => bail!("the conversation cannot be rendered: {err}"),
         }
@@ -228,13 +266,16 @@ impl ChatTemplate {
     ) -> std::result::Result<String, String> {
         let tokens = self.special_tokens.iter();
         let tokens = tokens.map(|(name, token)| (name.as_str(), Value::from(token)));
+        let documents = ("documents", Value::from(()));
+        let kwargs = self.kwargs.iter().chain(chat.template_kwargs().iter());
         let all = [
             ("messages", Value::from(messages.to_vec())),
             ("tools", chat.tools()),
-            ("documents", Value::from(())),
             ("add_generation_prompt", Value::from(add_generation_prompt)),
         ];
-        let context: BTreeMap<&str, Value> = tokens.chain(all).collect();
+        // The last one of a name counts.
+        let context = tokens.chain([documents]).chain(kwargs).chain(all);
+        let context: BTreeMap<&str, Value> = context.collect();
         let rendered = self.environment.get_template(name);
         let rendered = rendered.and_then(|template| template.render(Value::from(context)));
         rendered.map_err(|err| format!("the chat template refuses it: {}", explain(&err)))
@@ -248,8 +289,8 @@ impl ChatTemplate {
             with_tools,
             ..
         } = &self.source;
-        let special_tokens = &self.special_tokens;
-        format!("{special_tokens:?} {default:?} {with_tools:?} {date:?}")
+        let (special_tokens, kwargs) = (&self.special_tokens, self.kwargs.to_string());
+        format!("{special_tokens:?} {default:?} {with_tools:?} {date:?} {kwargs}")
     }
 }
 

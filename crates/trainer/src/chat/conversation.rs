@@ -5,10 +5,16 @@ use minijinja::value::ValueKind;
 use serde::Deserialize;
 
 use super::loss_masks::mask_of_message;
+use super::roles::common_role;
+use super::shapes;
+use super::template_kwargs::TemplateKwargs;
 use crate::record_error::RecordError;
 
 /// Names under which data sets keep what the assistant thought; the first is the one that templates read.
 pub(super) const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// What the assistant writes beside its text.
+pub(super) const CALLS: [&str; 2] = ["tool_calls", "function_call"];
 
 /// Parts of a message that a model of texts cannot read.
 pub(crate) const NO_TEXT: [&str; 6] = ["image", "images", "audio", "audios", "video", "videos"];
@@ -17,7 +23,10 @@ pub(crate) const NO_TEXT: [&str; 6] = ["image", "images", "audio", "audios", "vi
 #[derive(Clone, Debug)]
 pub struct Chat {
     messages: Vec<Value>,
+    /// The content of each message as its record has it, if that is null or in parts.
+    contents: Vec<Option<Value>>,
     tools: Option<Value>,
+    template_kwargs: TemplateKwargs,
     /// Of each message, whether its record says that it is learned, or that it is not.
     masks: Vec<Option<bool>>,
     /// Messages before those that are a completion, of which alone something is learned where prompts are not.
@@ -25,9 +34,11 @@ pub struct Chat {
 }
 
 impl Chat {
-    /// Checks that each of `messages` is an object with a `role`. Content of several parts that are all text becomes one text, and
-    /// tools that are JSON in a text become what the JSON says, as templates expect them. A message with `"weight": 0`, or `train`,
-    /// `training`, `loss` or `loss_mask` that is false or 0, is not learned.
+    /// Checks that each of `messages` is an object with a `role`, and with content, calls of tools or thoughts.
+    /// Fields that are null are missing. Common names of roles, such as `human`, become those that templates know.
+    /// Tools and their calls, or parts of them, that are JSON in a text become what the JSON says. Content may be in
+    /// parts that are all text. A message with `"weight": 0`, or `train`, `training`, `loss` or `loss_mask` that is
+    /// false or 0, is not learned.
     ///
     /// # Errors
     /// What is wrong with a message.
@@ -41,24 +52,25 @@ impl Chat {
             let mask = mask_of_message(message).map_err(of_message)?;
             Ok::<_, RecordError>((normalized, mask))
         });
-        let tools = match tools {
-            Some(tools) => match tools.as_str() {
-                Some("") => None,
-                Some(json) => Some(
-                    serde_json::from_str(json)
-                        .map_err(|err| format!("its tools are no JSON: {err}"))?,
-                ),
-                None => Some(tools),
-            },
-            None => None,
-        };
-        let (messages, masks) = read.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
+        let (read, masks): (Vec<_>, _) = read.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
+        let (messages, contents) = read.into_iter().unzip();
+        let tools = tools.as_ref().map(shapes::tools).transpose();
         Ok(Self {
             messages,
-            tools: tools.filter(Value::is_true),
+            contents,
+            tools: tools.map_err(|err| err.of("it has"))?.flatten(),
+            template_kwargs: TemplateKwargs::default(),
             masks,
             num_in_prompt: 0,
         })
+    }
+
+    /// With these variables for the chat template, which come before the template's own.
+    pub fn with_template_kwargs(self, template_kwargs: TemplateKwargs) -> Self {
+        Self {
+            template_kwargs,
+            ..self
+        }
     }
 
     /// As [`Self::new`], of JSON objects and without tools.
@@ -71,7 +83,17 @@ impl Chat {
         Self::new(values.map_err(|err| err.to_string())?, None)
     }
 
-    /// The messages, in order.
+    /// The variables for the chat template.
+    pub(crate) fn template_kwargs(&self) -> &TemplateKwargs {
+        &self.template_kwargs
+    }
+
+    /// The content of each message as its record has it, if that is null or in parts.
+    pub(super) fn contents(&self) -> &[Option<Value>] {
+        &self.contents
+    }
+
+    /// The messages, in order. Content in parts is joined to one text.
     pub fn messages(&self) -> &[Value] {
         &self.messages
     }
@@ -103,8 +125,14 @@ impl Chat {
         role.as_str().unwrap_or_default().to_string()
     }
 
+    /// Whether message `index` calls tools.
+    pub(super) fn has_calls(&self, index: usize) -> bool {
+        let fields = Fields::of(&self.messages[index]);
+        CALLS.iter().any(|name| fields.has_content(name))
+    }
+
     /// Indices of the assistant's messages.
-    pub(crate) fn assistant_turns(&self) -> impl Iterator<Item = usize> {
+    pub(crate) fn assistant_turns(&self) -> impl Iterator<Item = usize> + use<'_> {
         (0..self.messages.len()).filter(|&index| self.role(index) == "assistant")
     }
 
@@ -165,20 +193,29 @@ impl Chat {
         if let Some(message) = messages.get_mut(index) {
             let mut fields = Fields::of(message);
             fields.remove(&REASONING);
-            fields.set("content", Value::from(content));
+            fields.set_text(content);
             *message = fields.into_value();
         }
         messages
     }
 }
 
-fn normalized(message: &Value) -> Result<Value, RecordError> {
+/// A message as templates read it; and its content as the record has it, if that is null or in parts.
+fn normalized(message: &Value) -> Result<(Value, Option<Value>), RecordError> {
     if message.kind() != ValueKind::Map {
         return Err(format!("is {}, expected an object", message.kind()).into());
     }
     let mut fields = Fields::of(message);
-    if fields.get("role").and_then(|role| role.as_str()).is_none() {
+    let is_null = fields
+        .0
+        .iter()
+        .any(|(name, value)| name == "content" && value.is_none());
+    fields.0.retain(|(_, value)| !value.is_none());
+    let Some(role) = fields.get("role").and_then(|role| role.as_str()) else {
         return Err("has no role that is a text".to_string().into());
+    };
+    if let Some(common) = common_role(role).filter(|common| *common != role) {
+        fields.set("role", Value::from(common));
     }
     // 0 or false images are none.
     let is_there = |name: &&str| fields.get(name).is_some_and(Value::is_true);
@@ -187,10 +224,39 @@ fn normalized(message: &Value) -> Result<Value, RecordError> {
             "has {name}, which are not supported: only texts are learned"
         )));
     }
+    if let Some(calls) = fields.get("tool_calls") {
+        let is_list = calls.kind() == ValueKind::Seq;
+        let calls = shapes::tool_calls(calls).map_err(|err| err.of("has"))?;
+        if is_list || calls.is_true() {
+            fields.set("tool_calls", calls);
+        } else {
+            // An empty text is no list.
+            fields.remove(&["tool_calls"]);
+        }
+    }
+    if let Some(call) = fields.get("function_call").filter(|call| has_content(call)) {
+        let call = shapes::object("function_call", call).map_err(|err| err.of("has"))?;
+        fields.set("function_call", call);
+    }
+    let mut original = is_null.then(|| Value::from(()));
     let content = fields.get("content").cloned().unwrap_or_default();
     match content.kind() {
-        ValueKind::String | ValueKind::None | ValueKind::Undefined => {}
-        ValueKind::Seq => fields.set("content", Value::from(joined(&content)?)),
+        ValueKind::String => {}
+        ValueKind::Undefined => {
+            let mut others = CALLS.iter().chain(&REASONING);
+            if !others.any(|name| fields.has_content(name)) {
+                let names: Vec<&str> = fields.0.iter().map(|(name, _)| name.as_str()).collect();
+                return Err(format!(
+                    "has no content and no calls of tools; its fields are {names:?}"
+                )
+                .into());
+            }
+        }
+        ValueKind::Seq => {
+            let parts = texts_of_parts(&content)?;
+            fields.set("content", Value::from(parts.concat()));
+            original = Some(parts.into_iter().map(text_part).collect());
+        }
         kind => return Err(format!("has content that is {kind}, expected a text").into()),
     }
     if let Some(reasoning) = REASONING.iter().find_map(|name| fields.get(name)).cloned() {
@@ -201,24 +267,47 @@ fn normalized(message: &Value) -> Result<Value, RecordError> {
         }
         fields.set("reasoning_content", reasoning);
     }
-    Ok(fields.into_value())
+    Ok((fields.into_value(), original))
 }
 
-/// The text of a content in parts.
-fn joined(parts: &Value) -> Result<String, RecordError> {
-    let mut joined = String::new();
-    for part in parts.try_iter().into_iter().flatten() {
-        let text = part.get_attr("text").unwrap_or_default();
-        match (part.as_str(), text.as_str()) {
-            (Some(text), _) | (None, Some(text)) => joined += text,
-            _ => {
-                return Err(RecordError::Unsupported(
-                    "has a part that is no text; images and sounds are not supported".to_string(),
-                ));
-            }
-        }
+/// The texts of a content in parts.
+fn texts_of_parts(parts: &Value) -> Result<Vec<String>, RecordError> {
+    let parts = parts.try_iter().into_iter().flatten();
+    let texts = parts.map(|part| {
+        let text = ["text", "value"].into_iter().find_map(|name| {
+            let text = part.get_attr(name).ok()?;
+            text.as_str().map(str::to_string)
+        });
+        let text = part.as_str().map(str::to_string).or(text);
+        text.ok_or_else(|| {
+            RecordError::Unsupported(
+                "has a part that is no text; images and sounds are not supported".to_string(),
+            )
+        })
+    });
+    texts.collect()
+}
+
+/// A part of a content that is this text.
+fn text_part(text: String) -> Value {
+    minijinja::context! { type => "text", text => text }
+}
+
+/// The texts of a content: of its parts, if it is a list of these.
+pub(super) fn texts_of(content: &Value) -> Vec<String> {
+    match content.as_str() {
+        Some(text) => vec![text.to_string()],
+        None => texts_of_parts(content).unwrap_or_default(),
     }
-    Ok(joined)
+}
+
+/// A content of these texts: a list of parts, or one text.
+pub(super) fn content_of(texts: Vec<String>, is_in_parts: bool) -> Value {
+    if is_in_parts {
+        texts.into_iter().map(text_part).collect()
+    } else {
+        Value::from(texts.concat())
+    }
 }
 
 /// Whether a value says anything: no null, and no empty text, list or object.
@@ -260,6 +349,25 @@ impl Fields {
             Some((_, old)) => *old = value,
             None => self.0.push((name.to_string(), value)),
         }
+    }
+
+    /// Sets the content to this text, as the only part of a content in parts.
+    pub fn set_text(&mut self, text: &str) {
+        let is_in_parts = self.is_in_parts();
+        let content = content_of(vec![text.to_string()], is_in_parts);
+        self.set("content", content);
+    }
+
+    /// Whether the content is a list.
+    pub fn is_in_parts(&self) -> bool {
+        let content = self.get("content");
+        content.is_some_and(|content| content.kind() == ValueKind::Seq)
+    }
+
+    /// The object with this field, in place of one of the same name.
+    pub fn with(mut self, name: &str, value: Value) -> Value {
+        self.set(name, value);
+        self.into_value()
     }
 
     pub fn remove(&mut self, names: &[&str]) {

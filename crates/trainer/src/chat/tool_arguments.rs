@@ -1,55 +1,62 @@
-//! Arguments of tool calls: OpenAI has them as JSON in a text, templates expect what the JSON says.
-
-use std::borrow::Cow;
+//! Arguments of tool calls: OpenAI has them as JSON in a text, most templates expect what the JSON says.
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::conversation::{Chat, Fields};
 
+/// The object that a text of JSON says.
+pub(super) fn parsed_object(text: &str) -> Option<Value> {
+    let object: Value = serde_json::from_str(text).ok()?;
+    (object.kind() == ValueKind::Map).then_some(object)
+}
+
 impl Chat {
-    /// With each `tool_calls[].function.arguments` (or, without `function`, `tool_calls[].arguments`) that is an object of JSON in a
-    /// text as that object. Borrowed if there is none.
-    pub(crate) fn with_parsed_arguments(&self) -> Cow<'_, Self> {
-        let parsed: Vec<Option<Value>> = self.messages().iter().map(parsed_message).collect();
-        if parsed.iter().all(Option::is_none) {
-            return Cow::Borrowed(self);
+    /// With `of` each `tool_calls[].function.arguments` (or, without `function`, `tool_calls[].arguments`) in its
+    /// place, where that is an object of JSON in a text; `None` if there is none.
+    pub(super) fn with_arguments(&self, of: impl Fn(&str) -> Option<Value>) -> Option<Self> {
+        let changed: Vec<Option<Value>> = self
+            .messages()
+            .iter()
+            .map(|message| changed_message(message, &of))
+            .collect();
+        if changed.iter().all(Option::is_none) {
+            return None;
         }
-        let messages = self.messages().iter().zip(parsed);
-        let messages = messages.map(|(message, parsed)| parsed.unwrap_or_else(|| message.clone()));
-        Cow::Owned(self.with_messages(messages.collect()))
+        let messages = self.messages().iter().zip(changed);
+        let messages =
+            messages.map(|(message, changed)| changed.unwrap_or_else(|| message.clone()));
+        Some(self.with_messages(messages.collect()))
     }
 }
 
-fn parsed_message(message: &Value) -> Option<Value> {
+fn changed_message(message: &Value, of: impl Fn(&str) -> Option<Value>) -> Option<Value> {
     let calls = message.get_attr("tool_calls").ok()?;
     let calls: Vec<Value> = calls.try_iter().ok()?.collect();
-    let parsed: Vec<Option<Value>> = calls.iter().map(parsed_call).collect();
-    if parsed.iter().all(Option::is_none) {
+    let changed: Vec<Option<Value>> = calls.iter().map(|call| changed_call(call, &of)).collect();
+    if changed.iter().all(Option::is_none) {
         return None;
     }
-    let calls = calls.into_iter().zip(parsed);
-    let calls: Vec<Value> = calls.map(|(call, parsed)| parsed.unwrap_or(call)).collect();
-    Some(with_field(message, "tool_calls", calls.into()))
+    let calls = calls.into_iter().zip(changed);
+    let calls: Vec<Value> = calls
+        .map(|(call, changed)| changed.unwrap_or(call))
+        .collect();
+    Some(Fields::of(message).with("tool_calls", calls.into()))
 }
 
-fn parsed_call(call: &Value) -> Option<Value> {
+fn changed_call(call: &Value, of: impl Fn(&str) -> Option<Value>) -> Option<Value> {
     match call.get_attr("function").ok() {
         Some(function) if function.kind() == ValueKind::Map => {
-            Some(with_field(call, "function", parsed_function(&function)?))
+            let changed = changed_function(&function, of)?;
+            Some(Fields::of(call).with("function", changed))
         }
-        _ => parsed_function(call),
+        _ => changed_function(call, of),
     }
 }
 
-fn parsed_function(function: &Value) -> Option<Value> {
+fn changed_function(function: &Value, of: impl Fn(&str) -> Option<Value>) -> Option<Value> {
     let arguments = function.get_attr("arguments").ok()?;
-    let object: Value = serde_json::from_str(arguments.as_str()?).ok()?;
-    (object.kind() == ValueKind::Map).then(|| with_field(function, "arguments", object))
-}
-
-fn with_field(object: &Value, name: &str, value: Value) -> Value {
-    let mut fields = Fields::of(object);
-    fields.set(name, value);
-    fields.into_value()
+    let text = arguments.as_str()?;
+    parsed_object(text)?;
+    Some(Fields::of(function).with("arguments", of(text)?))
 }

@@ -6,19 +6,13 @@
 use std::collections::BTreeSet;
 
 use minijinja::Value;
+use minijinja::value::ValueKind;
 
 use super::chat_template::ChatTemplate;
-use super::conversation::{Chat, Fields, REASONING, has_content};
+use super::conversation::{CALLS, Chat, Fields, REASONING, has_content, texts_of};
 use super::loss_masks::{MASKS, is_score};
+use super::stand_ins::{labels, stand_in};
 use crate::record_error::RecordError;
-
-/// What the assistant writes beside its text.
-const CALLS: [&str; 2] = ["tool_calls", "function_call"];
-
-/// What stands in place of the text of message `index`; nothing that a template looks for.
-fn stand_in(index: usize) -> String {
-    format!("\u{FDD2}{index}\u{FDD3}")
-}
 
 impl ChatTemplate {
     /// The names of fields, of messages and of the record, that change nothing in `text`, which the template has made of `chat`.
@@ -26,7 +20,8 @@ impl ChatTemplate {
     /// # Errors
     /// A message whose text or calls of tools the template does not show.
     pub(crate) fn unread(&self, chat: &Chat, text: &str) -> Result<Vec<String>, RecordError> {
-        if let Some(index) = self.dropped_message(chat, text) {
+        let hidden = self.hidden_contents(chat, text);
+        if let Some(index) = hidden.message {
             let place = self.not_shown(chat, index);
             return Err(RecordError::Unsupported(format!(
                 "{place}\nhint: give it a role that the template shows there, such as system, user, assistant or tool, or put its text into another message"
@@ -39,6 +34,9 @@ impl ChatTemplate {
         let messages = || chat.messages().iter();
         let names: BTreeSet<String> = messages().flat_map(names_of_more).collect();
         let mut unread = Vec::new();
+        if hidden.is_beside_calls {
+            unread.push("messages[].content beside calls of tools".to_string());
+        }
         for name in names {
             let removed = match name == REASONING[0] {
                 true => &REASONING[..],
@@ -54,6 +52,9 @@ impl ChatTemplate {
             }
         }
         let without_tools = chat.without_tools();
+        let unknown = chat.template_kwargs().names();
+        let unknown = unknown.filter(|name| !self.mentions(name));
+        unread.extend(unknown.map(|name| format!("chat_template_kwargs.{name}")));
         if chat.tools().is_true() && self.gives(&without_tools, chat.messages(), text) {
             unread.push("tools".to_string());
         }
@@ -64,8 +65,18 @@ impl ChatTemplate {
     fn hidden_calls(&self, chat: &Chat, text: &str) -> Option<(&'static str, usize)> {
         let all = chat.messages();
         let calls = (0..all.len()).flat_map(|index| CALLS.map(|name| (name, index)));
-        let mut calls = calls.filter(|(name, index)| Fields::of(&all[*index]).has_content(name));
-        calls.find(|(name, index)| {
+        let mut calls = calls
+            .filter(|(name, index)| Fields::of(&all[*index]).has_content(name))
+            .peekable();
+        calls.peek()?;
+        // Most templates show the names of all of them at once.
+        let shown = self.text(chat, &with_stand_ins_for_calls(chat), false);
+        let shown = shown.unwrap_or_default();
+        let shown = labels(&shown);
+        let is_shown =
+            |(name, index): &(&str, usize)| shown.contains(label_of_call(name, *index).as_str());
+        let mut others = calls.filter(|call| !is_shown(call));
+        others.find(|(name, index)| {
             let mut messages = all.to_vec();
             let mut fields = Fields::of(&messages[*index]);
             fields.remove(&[name]);
@@ -74,23 +85,29 @@ impl ChatTemplate {
         })
     }
 
-    /// The first message that says something of which nothing is in `text`.
-    fn dropped_message(&self, chat: &Chat, text: &str) -> Option<usize> {
+    /// Which texts of messages are not in `text`.
+    fn hidden_contents(&self, chat: &Chat, text: &str) -> HiddenContents {
         let is_said = |message: &Value| {
             let content = message.get_attr("content").unwrap_or_default();
-            content
-                .as_str()
-                .is_some_and(|content| !content.trim().is_empty())
+            let texts = texts_of(&content);
+            texts.iter().any(|text| !text.trim().is_empty())
         };
         let all = chat.messages();
         let said: Vec<usize> = (0..all.len()).filter(|&at| is_said(&all[at])).collect();
         // Most templates show all of them at once.
         let shown = self.text(chat, &with_stand_ins(chat, &said), false);
         let shown = shown.unwrap_or_default();
-        let mut hidden = said
+        let shown = labels(&shown);
+        let others = said
             .into_iter()
-            .filter(|&index| !shown.contains(&stand_in(index)));
-        hidden.find(|&index| self.gives(chat, &with_stand_ins(chat, &[index]), text))
+            .filter(|index| !shown.contains(index.to_string().as_str()));
+        let (beside_calls, alone): (Vec<usize>, Vec<usize>) =
+            others.partition(|&index| chat.has_calls(index));
+        let is_hidden = |index: &usize| self.gives(chat, &with_stand_ins(chat, &[*index]), text);
+        HiddenContents {
+            message: alone.into_iter().find(is_hidden),
+            is_beside_calls: beside_calls.iter().any(is_hidden),
+        }
     }
 
     fn gives(&self, chat: &Chat, messages: &[Value], text: &str) -> bool {
@@ -107,14 +124,59 @@ impl ChatTemplate {
     }
 }
 
+/// The texts of messages that a template does not show.
+struct HiddenContents {
+    /// The first message that says nothing else.
+    message: Option<usize>,
+    /// Whether a message that calls tools is among them: a template may write calls in place of the text.
+    is_beside_calls: bool,
+}
+
 fn with_stand_ins(chat: &Chat, indices: &[usize]) -> Vec<Value> {
     let mut messages = chat.messages().to_vec();
     for &index in indices {
         let mut fields = Fields::of(&messages[index]);
-        fields.set("content", stand_in(index).into());
+        fields.set_text(&stand_in(index));
         messages[index] = fields.into_value();
     }
     messages
+}
+
+fn label_of_call(field: &str, index: usize) -> String {
+    format!("{field} {index}")
+}
+
+/// The messages with stand-ins for the names of all functions that are called.
+fn with_stand_ins_for_calls(chat: &Chat) -> Vec<Value> {
+    let messages = chat.messages().iter().enumerate();
+    let messages = messages.map(|(index, message)| {
+        let mut fields = Fields::of(message);
+        for name in CALLS {
+            let Some(calls) = fields.get(name).cloned() else {
+                continue;
+            };
+            let called = stand_in(label_of_call(name, index));
+            let replaced = match calls.kind() {
+                ValueKind::Seq => {
+                    let calls = calls.try_iter().into_iter().flatten();
+                    calls.map(|call| renamed(&call, &called)).collect()
+                }
+                _ => renamed(&calls, &called),
+            };
+            fields.set(name, replaced);
+        }
+        fields.into_value()
+    });
+    messages.collect()
+}
+
+/// A call of the function `name`.
+fn renamed(call: &Value, name: &str) -> Value {
+    let fields = Fields::of(call);
+    match fields.get("function").cloned() {
+        Some(function) => fields.with("function", Fields::of(&function).with("name", name.into())),
+        None => fields.with("name", name.into()),
+    }
 }
 
 /// The names of what a message has beside role, content and masks; what the assistant thought has one name.

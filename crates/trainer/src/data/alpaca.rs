@@ -3,7 +3,7 @@
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-use super::conversation_record::message;
+use super::conversation_record::{message, template_kwargs};
 use super::record::Record;
 use super::record_fields::RecordFields;
 use crate::chat::Chat;
@@ -33,7 +33,10 @@ pub(super) fn alpaca(fields: &mut RecordFields<'_>) -> Result<Record, RecordErro
     let has_history = !history.is_empty();
     let system = system.map(|system| message("system", system)).into_iter();
     let turns = [message("user", asked), message("assistant", output.clone())];
-    let chat = Chat::new(system.chain(history).chain(turns).collect(), None)?;
+    let mut chat = Chat::new(system.chain(history).chain(turns).collect(), None)?;
+    if let Some(kwargs) = template_kwargs(fields)? {
+        chat = chat.with_template_kwargs(kwargs);
+    }
     Ok(match has_history {
         true => Record::Chat(chat),
         false => Record::Instruction {

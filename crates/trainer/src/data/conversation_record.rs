@@ -4,27 +4,17 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::record_fields::RecordFields;
-use crate::chat::{Chat, MASKS_OF_RECORDS, has_content, masks_of_list};
+use crate::chat::{
+    Chat, MASKS_OF_RECORDS, ROLES, TemplateKwargs, common_role, has_content, masks_of_list,
+};
 use crate::record_error::RecordError;
 
 /// What the assistant is called where it calls a tool.
 const FUNCTION_CALL: &str = "function_call";
 
-/// Roles of ShareGPT, and what chat templates call them.
-const ROLES: [(&str, &str); 15] = [
-    ("system", "system"),
-    ("human", "user"),
-    ("user", "user"),
-    ("gpt", "assistant"),
-    ("assistant", "assistant"),
-    ("ai", "assistant"),
-    ("model", "assistant"),
-    ("bot", "assistant"),
-    ("chatgpt", "assistant"),
-    ("bing", "assistant"),
-    ("bard", "assistant"),
+/// Roles of ShareGPT beside the common ones, and what chat templates call them.
+const MORE_ROLES: [(&str, &str); 3] = [
     (FUNCTION_CALL, "assistant"),
-    ("tool", "tool"),
     ("function_response", "tool"),
     ("observation", "tool"),
 ];
@@ -58,6 +48,9 @@ pub(super) fn conversation(
     let system = system_message(fields, turns.first())?;
     let messages = system.into_iter().chain(turns).collect();
     let mut chat = Chat::new(messages, fields.value("tools"))?;
+    if let Some(kwargs) = template_kwargs(fields)? {
+        chat = chat.with_template_kwargs(kwargs);
+    }
     for name in MASKS_OF_RECORDS {
         if fields.has(name) && !fields.is_one(name) {
             let list = fields.value(name).unwrap_or_default();
@@ -66,6 +59,16 @@ pub(super) fn conversation(
         }
     }
     Ok(chat)
+}
+
+/// The variables that the record has for the chat template.
+pub(super) fn template_kwargs(
+    fields: &mut RecordFields<'_>,
+) -> Result<Option<TemplateKwargs>, RecordError> {
+    let name = "chat_template_kwargs";
+    let kwargs = fields.value(name).filter(has_content);
+    let kwargs = kwargs.as_ref().map(TemplateKwargs::of).transpose();
+    kwargs.map_err(|err| RecordError::Unsupported(format!("its {name} {err}")))
 }
 
 /// The record's `system` as a message, unless the first turn says the same.
@@ -98,9 +101,13 @@ fn message_of(turn: &Value) -> Result<Value, RecordError> {
     let Some(from) = text("from").filter(|_| text("role").is_none()) else {
         return Ok(turn.clone());
     };
-    let role = ROLES.iter().find(|(name, _)| *name == from);
-    let Some((_, role)) = role else {
-        let known: Vec<&str> = ROLES.iter().map(|(name, _)| *name).collect();
+    let more = MORE_ROLES.iter().find(|(name, _)| *name == from);
+    let Some(role) = common_role(&from).or(more.map(|(_, role)| *role)) else {
+        let known: Vec<&str> = ROLES
+            .iter()
+            .chain(&MORE_ROLES)
+            .map(|(name, _)| *name)
+            .collect();
         return Err(RecordError::Unsupported(format!(
             "is from {from:?}, which is no known role; expected one of {}",
             known.join(", ")
@@ -115,7 +122,7 @@ fn message_of(turn: &Value) -> Result<Value, RecordError> {
             "has a value, and a content that is another one".to_string(),
         ));
     }
-    let mut own = vec![("role".to_string(), Value::from(*role))];
+    let mut own = vec![("role".to_string(), Value::from(role))];
     match from == FUNCTION_CALL {
         true => own.extend([
             ("content".to_string(), Value::from("")),

@@ -12,7 +12,7 @@ use super::record::Record;
 use super::report::RecordNotes;
 use super::token_index::RecordKind;
 use crate::Tokenizer;
-use crate::chat::{Chat, ChatTemplate};
+use crate::chat::{Chat, ChatTemplate, TemplateKwargs};
 use crate::record_error::RecordError;
 
 /// A record as token ids.
@@ -34,7 +34,8 @@ pub struct EncoderConfig {
     pub train_on_prompt: bool,
     /// Of a conversation only the assistant's last message has loss.
     pub mask_history: bool,
-    /// Leave arguments of tool calls that are JSON in a text as they are, as transformers does, instead of reading the JSON.
+    /// Leave arguments of tool calls that are JSON in a text as they are, as transformers does, instead of reading
+    /// the JSON for templates that expect objects.
     pub keep_argument_strings: bool,
 }
 
@@ -82,6 +83,16 @@ impl<'a> RecordEncoder<'a> {
     pub fn with_date(mut self, date: Date) -> Self {
         self.template = self.template.map(|template| template.with_date(date));
         self
+    }
+
+    /// With these variables for the chat template, if there is one.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::with_kwargs`].
+    pub fn with_template_kwargs(mut self, kwargs: &TemplateKwargs) -> Result<Self> {
+        let template = self.template.map(|it| it.with_kwargs(kwargs.clone()));
+        self.template = template.transpose()?;
+        Ok(self)
     }
 
     /// The ids of a record: of a text or completion those that the tokenizer gives with its own special tokens, and at the end that of the
@@ -155,18 +166,23 @@ impl<'a> RecordEncoder<'a> {
         notes: &mut RecordNotes,
     ) -> std::result::Result<EncodedRecord, RecordError> {
         self.check_masks(chat)?;
-        let mut chat = match self.config.keep_argument_strings {
-            true => Cow::Borrowed(chat),
-            false => chat.with_parsed_arguments(),
-        };
-        notes.has_parsed_arguments = matches!(chat, Cow::Owned(_));
+        template.check_roles(chat)?;
+        let read = template.with_contents_as_read(chat);
+        (notes.keeps_parts, notes.joins_parts) = (read.keeps_parts, read.joins_parts);
+        let mut chat = read.chat;
+        if !self.config.keep_argument_strings
+            && let Cow::Owned(parsed) = template.with_arguments_as_read(&chat)
+        {
+            notes.has_parsed_arguments = true;
+            chat = Cow::Owned(parsed);
+        }
         if chat.has_prompt() && !self.config.train_on_prompt {
             chat = Cow::Owned(chat.into_owned().without_loss_in_prompt());
         }
         if self.config.mask_history {
             chat = Cow::Owned(chat.into_owned().with_last_answer_only());
         }
-        let rendered = template.render(&chat, &self.special_tokens)?;
+        let rendered = template.render_as_read(&chat, &self.special_tokens)?;
         notes.unread.extend(template.unread(&chat, &rendered.text)?);
         let spans = match self.config.train_on_prompt {
             true => &rendered.masked,

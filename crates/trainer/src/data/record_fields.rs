@@ -6,7 +6,7 @@ use minijinja::value::ValueKind;
 use crate::chat::has_content;
 
 /// The fields that records are read by.
-pub(super) const FIELDS: [&str; 15] = [
+pub(super) const FIELDS: [&str; 16] = [
     "text",
     "prompt",
     "completion",
@@ -18,6 +18,7 @@ pub(super) const FIELDS: [&str; 15] = [
     "system",
     "history",
     "tools",
+    "chat_template_kwargs",
     "weight",
     "train",
     "training",

@@ -29,6 +29,10 @@ pub(crate) struct RecordNotes {
     pub unread: Vec<String>,
     /// Whether arguments of tool calls were JSON in a text, and are what it says now.
     pub has_parsed_arguments: bool,
+    /// Whether a content in parts went to the chat template as parts.
+    pub keeps_parts: bool,
+    /// Whether a content in parts was joined to one text.
+    pub joins_parts: bool,
 }
 
 /// How many records have something, and where the first one is.
@@ -52,6 +56,10 @@ pub struct DataReport {
     pub(crate) unread: BTreeMap<String, Occurrences>,
     /// Records in which arguments of tool calls were JSON in a text, and are what it says now.
     pub(crate) parsed_arguments: Option<Occurrences>,
+    /// Records with content in parts that went to the chat template as parts.
+    pub(crate) kept_parts: Option<Occurrences>,
+    /// Records with content in parts that was joined to one text.
+    pub(crate) joined_parts: Option<Occurrences>,
 }
 
 impl Occurrences {
@@ -121,6 +129,12 @@ impl DataReport {
         if notes.has_parsed_arguments {
             Occurrences::add(&mut self.parsed_arguments, location);
         }
+        if notes.keeps_parts {
+            Occurrences::add(&mut self.kept_parts, location);
+        }
+        if notes.joins_parts {
+            Occurrences::add(&mut self.joined_parts, location);
+        }
     }
 
     /// What is left out or changed, a line each: files, malformed records, records without a target, fields.
@@ -171,6 +185,18 @@ impl DataReport {
         if let Some(noted) = &self.parsed_arguments {
             lines.push(format!(
                 "the arguments of tool calls that are JSON in a text were read as that JSON: {}; --keep-argument-strings leaves them texts",
+                noted.in_words(data)
+            ));
+        }
+        if let Some(noted) = &self.kept_parts {
+            lines.push(format!(
+                "content in parts went to the chat template as parts, as it shows each of them: {}",
+                noted.in_words(data)
+            ));
+        }
+        if let Some(noted) = &self.joined_parts {
+            lines.push(format!(
+                "content in parts was joined to one text, as the chat template does not show each of them: {}",
                 noted.in_words(data)
             ));
         }

@@ -6,17 +6,17 @@ use std::fs;
 use candle_trainer::{Chat, ChatTemplate};
 use minijinja::Value;
 
-/// What `{{ tools | tojson(OPTIONS) }}` gives.
+/// What `{{ tools[0] | tojson(OPTIONS) }}` gives.
 fn tojson(json: &str, options: &str) -> String {
     let dir = tempfile::tempdir().unwrap();
-    let template = format!("{{{{ tools | tojson{options} }}}}");
+    let template = format!("{{{{ tools[0] | tojson{options} }}}}");
     fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
     let template = ChatTemplate::from_dir(dir.path(), BTreeMap::new())
         .unwrap()
         .unwrap();
     let message = minijinja::context! { role => "user", content => "x" };
     let tools: Value = serde_json::from_str(json).unwrap();
-    let chat = Chat::new(vec![message], Some(tools)).unwrap();
+    let chat = Chat::new(vec![message], Some(vec![tools].into())).unwrap();
     template.generation_prompt(&chat).unwrap()
 }
 

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use candle_trainer::hub::DataUse;
 use candle_trainer::{
-    Columns, Data, DataSpec, EncoderConfig, RecordEncoder, TokenCache, Tokenizer, Tokens,
+    Columns, Data, DataSpec, EncoderConfig, RecordEncoder, TemplateKwargs, TokenCache, Tokenizer,
+    Tokens,
 };
 
 /// Shows roles, texts and calls of tools.
@@ -68,10 +69,32 @@ impl Reading {
         columns: &str,
         config: EncoderConfig,
     ) -> candle_core::Result<Read> {
+        self.read_by(&self.encoder(config)?, name, columns)
+    }
+
+    pub fn read_with_kwargs(
+        &self,
+        name: &str,
+        config: EncoderConfig,
+        kwargs: &TemplateKwargs,
+    ) -> candle_core::Result<Read> {
+        let encoder = self.encoder(config)?.with_template_kwargs(kwargs)?;
+        self.read_by(&encoder, name, "")
+    }
+
+    fn encoder(&self, config: EncoderConfig) -> candle_core::Result<RecordEncoder<'_>> {
+        RecordEncoder::new(&self.tokenizer, Some(&self.path("model")), config)
+    }
+
+    fn read_by(
+        &self,
+        encoder: &RecordEncoder<'_>,
+        name: &str,
+        columns: &str,
+    ) -> candle_core::Result<Read> {
         let data = self.data(name, columns)?;
-        let encoder = RecordEncoder::new(&self.tokenizer, Some(&self.path("model")), config)?;
         let cache = TokenCache::new(self.path("cache"));
-        let tokens = Tokens::encode(&data, &encoder, Some(&cache))?;
+        let tokens = Tokens::encode(&data, encoder, Some(&cache))?;
         let records = (0..tokens.num_records()).map(|index| self.marked(&tokens, index));
         let place = format!("{}/", self.dir.path().display());
         let warnings = tokens.report().warnings(&data).into_iter();

@@ -1,0 +1,151 @@
+//! Content and arguments of calls in the form that a chat template reads: transformers gives them as a record has
+//! them, which not all templates expect. What a template makes of something else in their place tells.
+
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+use std::sync::LazyLock;
+
+use minijinja::Value;
+use regex::Regex;
+
+use super::chat_template::ChatTemplate;
+use super::conversation::{Chat, Fields, content_of, texts_of};
+use super::stand_ins::{BEGIN, END, stand_in};
+use super::tool_arguments::parsed_object;
+
+/// A test of a content for null, as in `message['content'] is none`.
+static TESTS_FOR_NONE: LazyLock<Option<Regex>> = LazyLock::new(|| {
+    Regex::new(r#"content['"]?\s*[\])]?\s*(is\s+(not\s+)?[nN]one|[!=]=\s*[nN]one)\b"#).ok()
+});
+
+/// A conversation with its content as the template reads it.
+pub(crate) struct ReadContents<'a> {
+    pub chat: Cow<'a, Chat>,
+    /// Whether there is content in parts that the template gets as parts.
+    pub keeps_parts: bool,
+    /// Whether there is content in parts that was joined to one text.
+    pub joins_parts: bool,
+}
+
+impl ChatTemplate {
+    /// Content in parts stays so where the template shows each part, and null for a template that tests for it.
+    pub(crate) fn with_contents_as_read<'a>(&self, chat: &'a Chat) -> ReadContents<'a> {
+        let mut read = ReadContents {
+            chat: Cow::Borrowed(chat),
+            keeps_parts: false,
+            joins_parts: false,
+        };
+        let contents = chat.contents();
+        if contents.iter().all(Option::is_none) {
+            return read;
+        }
+        let walked = self.walked_parts(chat);
+        let reads_null = TESTS_FOR_NONE
+            .iter()
+            .any(|test| test.is_match(self.text_for(chat)));
+        let messages = chat.messages().iter().zip(contents).enumerate();
+        let messages = messages.map(|(index, (message, content))| {
+            let Some(content) = content else {
+                return message.clone();
+            };
+            let is_kept = if content.is_none() {
+                reads_null
+            } else {
+                let is_walked = walked.contains(&index);
+                read.keeps_parts |= is_walked;
+                read.joins_parts |= !is_walked;
+                is_walked
+            };
+            if is_kept {
+                Fields::of(message).with("content", content.clone())
+            } else {
+                message.clone()
+            }
+        });
+        let messages: Vec<Value> = messages.collect();
+        read.chat = Cow::Owned(chat.with_messages(messages));
+        read
+    }
+
+    /// The messages with content in parts of which the template shows each, and not as Python prints a list.
+    fn walked_parts(&self, chat: &Chat) -> BTreeSet<usize> {
+        let is_said = |text: &String| !text.trim().is_empty();
+        let all: Vec<Vec<String>> = chat
+            .contents()
+            .iter()
+            .map(|content| content.as_ref().map(texts_of).unwrap_or_default())
+            .collect();
+        if all.iter().all(Vec::is_empty) {
+            return BTreeSet::new();
+        }
+        let messages = chat.messages().iter().zip(&all).enumerate();
+        let messages = messages.map(|(index, (message, texts))| {
+            if texts.is_empty() {
+                return message.clone();
+            }
+            let stand_ins = texts.iter().enumerate().map(|(part, text)| {
+                if is_said(text) {
+                    stand_in(format_args!("{index}.{part}"))
+                } else {
+                    text.clone()
+                }
+            });
+            Fields::of(message).with("content", content_of(stand_ins.collect(), true))
+        });
+        let messages: Vec<Value> = messages.collect();
+        let shown = self.text(chat, &messages, false).unwrap_or_default();
+        let found = unquoted_labels(&shown);
+        let is_shown =
+            |index: usize, part: usize| found.contains(format!("{index}.{part}").as_str());
+        let is_walked = |(index, texts): (usize, &Vec<String>)| {
+            let mut said = (0..texts.len())
+                .filter(|&part| is_said(&texts[part]))
+                .peekable();
+            let is_walked = said.peek().is_some() && said.all(|part| is_shown(index, part));
+            is_walked.then_some(index)
+        };
+        all.iter().enumerate().filter_map(is_walked).collect()
+    }
+
+    /// With arguments of calls that are JSON in a text as what the JSON says; but as texts for a template that
+    /// refuses objects or prints them as Python does, and shows texts as they are. Borrowed if nothing is changed.
+    pub(crate) fn with_arguments_as_read<'a>(&self, chat: &'a Chat) -> Cow<'a, Chat> {
+        let object = Value::from_pairs([(stand_in("key"), "value")]);
+        let json = format!(r#"{{"{BEGIN}key{END}": "value"}}"#);
+        let shown = |arguments: &Value| {
+            let replaced = chat.with_arguments(|_| Some(arguments.clone()))?;
+            self.text(chat, replaced.messages(), false).ok()
+        };
+        let Some(parsed) = chat.with_arguments(parsed_object) else {
+            return Cow::Borrowed(chat);
+        };
+        let is_read = |text: String| {
+            text.contains(&stand_in("key")) && !text.contains(&format!("{{'{BEGIN}"))
+        };
+        let reads_objects = shown(&object).is_some_and(is_read);
+        let keeps_texts =
+            || shown(&Value::from(json.clone())).is_some_and(|text| text.contains(&json));
+        if !reads_objects && keeps_texts() {
+            return Cow::Borrowed(chat);
+        }
+        Cow::Owned(parsed)
+    }
+}
+
+/// The labels of the stand-ins in a text that are not between quotes, as they are where a list is printed.
+fn unquoted_labels(text: &str) -> BTreeSet<&str> {
+    let mut labels = BTreeSet::new();
+    let mut pieces = text.split(BEGIN);
+    let mut before = pieces.next().and_then(|piece| piece.chars().last());
+    for piece in pieces {
+        let Some((label, rest)) = piece.split_once(END) else {
+            continue;
+        };
+        let after = rest.chars().next();
+        if before != after || !matches!(before, Some('\'' | '"')) {
+            labels.insert(label);
+        }
+        before = rest.chars().last();
+    }
+    labels
+}
