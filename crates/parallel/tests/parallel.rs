@@ -58,6 +58,8 @@ mod optimizer_rule;
 mod output_folder;
 #[path = "parallel/overlap.rs"]
 mod overlap;
+#[path = "parallel/own_blocks.rs"]
+mod own_blocks;
 #[path = "parallel/param_store.rs"]
 mod param_store;
 #[path = "parallel/placement.rs"]
