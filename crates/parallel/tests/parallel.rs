@@ -10,6 +10,8 @@ mod check;
 mod cross_entropy;
 #[path = "parallel/device.rs"]
 mod device;
+#[path = "parallel/dropout.rs"]
+mod dropout;
 #[path = "parallel/embedding.rs"]
 mod embedding;
 #[path = "parallel/explicit.rs"]

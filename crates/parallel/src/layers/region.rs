@@ -18,7 +18,8 @@ use crate::placement::Gradient;
 /// | leaving | all-reduce | reduce-scatter |
 /// | gradients of weights that are used outside | [`Gradient::Complete`] | [`Gradient::Partial`] |
 ///
-/// Numbers of rows that the ranks do not divide are padded with zeros on their way.
+/// [`ParamBuilder::outside`](crate::ParamBuilder::outside) asks for weights that are used outside. Numbers of rows that the ranks do not divide
+/// are padded with zeros on their way.
 #[derive(Clone, Debug)]
 pub struct Region {
     tp: ProcessGroup,
