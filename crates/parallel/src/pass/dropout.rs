@@ -167,15 +167,17 @@ impl Place<'_> {
         let layer = XxHash64::oneshot(1 + pass.block() as u64, name.as_bytes());
         let keys: Vec<u64> = keys.iter().map(|key| key ^ layer).collect();
         let (mut rows, first) = self.rows(xs, keys, pass)?;
-        let (first, rest) = (first, &xs.dims()[first..]);
-        let inner = rest.len().saturating_sub(1);
-        for dim in first..first + inner {
+        if probability == 0.0 {
+            return Ok(None);
+        }
+        let last = xs.rank().saturating_sub(1).max(first);
+        for dim in first..last {
             let indices = self.indices(xs, dim);
             let keys = rows.iter();
             let keys = keys.flat_map(|&key| indices.iter().map(move |&index| at(key, index)));
             rows = keys.collect();
         }
-        let features = (!rest.is_empty()).then(|| self.indices(xs, first + inner));
+        let features = (last < xs.rank()).then(|| self.indices(xs, last));
         let mask = draw(probability, &rows, features, xs)?.reshape(xs.dims())?;
         (mask * factor(probability)).map(Some)
     }
