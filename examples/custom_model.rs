@@ -18,15 +18,15 @@ impl PlainBlock for Mixing {
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
         let before = xs.pad_with_zeros(1, 1, 0)?.narrow(1, 0, xs.dim(1)?)?;
         let normed = rms_norm(&((xs + before)? * 0.5)?, &self.0, 1e-5)?;
-        let inner = in_graph(&self.1, &normed, pass)?.gelu()?;
-        xs + in_graph(&self.2, &inner, pass)?
+        let inner = self.1.apply(&normed, pass)?.gelu()?;
+        xs + self.2.apply(&inner, pass)?
     }
 }
 
 struct LastBlock(ColumnParallelLinear, ProcessGroup);
 impl PlainHead for LastBlock {
     fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
-        let logits = in_graph(&self.0, xs, pass)?.flatten_to(1)?;
+        let logits = self.0.apply(xs, pass)?.flatten_to(1)?;
         let targets = pass.targets()?.flatten_all()?;
         let shard = Shard::even(0, VOCAB, &self.1)?;
         let losses = vocab_parallel_cross_entropy(&logits, &targets, &shard, &self.1)?;

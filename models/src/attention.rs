@@ -57,13 +57,7 @@ impl Attention {
         let heads = HeadPartition::new(num_heads, num_kv_heads, region.tp())?;
         let (hidden, head_dim) = (config.hidden_size, config.head_dim);
         let column = |name: &str, shard| {
-            column_parallel_linear_shard(
-                hidden,
-                shard,
-                config.qkv_bias,
-                region.clone(),
-                vb.pp(name),
-            )
+            column_parallel_linear_shard(hidden, shard, config.qkv_bias, region, vb.pp(name))
         };
         // Ranks have different heads.
         let norm = |name: &str| Norm::new(head_dim, config, Gradient::Partial, vb.pp(name));
@@ -79,7 +73,7 @@ impl Attention {
                 query.clone(),
                 hidden,
                 config.o_bias,
-                region.clone(),
+                region,
                 vb.pp("o_proj"),
             )?,
             q_proj: column("q_proj", query)?,

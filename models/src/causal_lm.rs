@@ -150,13 +150,9 @@ impl CausalLm {
         let model = vb.pp("model");
         if index == 0 {
             let vb = model.pp("embed_tokens");
-            let embedding = vocab_parallel_embedding(
-                config.vocab_size,
-                config.hidden_size,
-                region.clone(),
-                vb,
-            )?
-            .with_padding_idx(config.pad_token_id);
+            let embedding =
+                vocab_parallel_embedding(config.vocab_size, config.hidden_size, region, vb)?
+                    .with_padding_idx(config.pad_token_id);
             let scale = config.embedding_scale;
             Ok(match scale == 1.0 {
                 true => layer_block(embedding),

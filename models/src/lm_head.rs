@@ -23,7 +23,7 @@ impl LmHead {
         };
         let (width, vb) = (config.hidden_size, vb.pp("model.norm"));
         Ok(Self {
-            vocab: vocab_parallel_head(config.vocab_size, width, region.clone(), weight)?,
+            vocab: vocab_parallel_head(config.vocab_size, width, region, weight)?,
             norm: Norm::new(width, config, region.outside(), vb)?,
         })
     }

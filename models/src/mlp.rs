@@ -32,19 +32,12 @@ impl Mlp {
             config.intermediate_size,
             config.mlp_bias,
         );
-        let column = |name: &str| {
-            column_parallel_linear(hidden, intermediate, bias, region.clone(), vb.pp(name))
-        };
+        let column =
+            |name: &str| column_parallel_linear(hidden, intermediate, bias, region, vb.pp(name));
         Ok(Self {
             gate_proj: column("gate_proj")?,
             up_proj: column("up_proj")?,
-            down_proj: row_parallel_linear(
-                intermediate,
-                hidden,
-                bias,
-                region.clone(),
-                vb.pp("down_proj"),
-            )?,
+            down_proj: row_parallel_linear(intermediate, hidden, bias, region, vb.pp("down_proj"))?,
             activation: config.activation,
         })
     }

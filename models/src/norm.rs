@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
-use candle_ops::{add_into, rms_norm_backward, rms_norm_forward};
+use candle_ops::{rms_norm_backward, rms_norm_forward};
 use candle_parallel::{Gradient, GradientSink, ParamBuilder, Placement};
 
 use crate::config::ModelConfig;
@@ -53,8 +53,7 @@ impl Norm {
         let (x, dy, residual) = (wide(xs)?, wide(dy)?, residual.as_ref());
         let (dx, dw) = rms_norm_backward(&x, &factor, &dy, self.eps, residual, is_trainable)?;
         if let Some(dw) = dw {
-            let grad = move |dst: &Tensor, add| add_into(dst, add, &dw);
-            gradients.put_finished(&self.weight, Box::new(grad))?;
+            gradients.put_grad(&self.weight, dw)?;
         }
         dx.to_dtype(xs.dtype())
     }

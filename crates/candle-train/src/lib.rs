@@ -44,7 +44,7 @@
 //!
 //! impl PlainBlock for Mlp {
 //!     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
-//!         xs + in_graph(&self.1, &in_graph(&self.0, xs, pass)?.gelu()?, pass)?
+//!         xs + self.1.apply(&self.0.apply(xs, pass)?.gelu()?, pass)?
 //!     }
 //! }
 //!
@@ -100,11 +100,14 @@ pub mod prelude {
     pub use candle_comm::{Degrees, Mesh, ProcessGroup, ReduceOp, launch};
     pub use candle_core::{DType, Device, Error, Module, Result, Tensor};
     pub use candle_nn::Init;
+    pub use candle_ops::{IGNORE_INDEX, rms_norm};
+    pub use candle_parallel::checkpoint::HfSave;
     pub use candle_parallel::{
-        AdamWConfig, Block, ColumnParallelLinear, DistributedOptimizer, Gradients, Loss, ModelPart,
-        ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, PlainHead, RowParallelLinear,
-        Schedule, Shard, column_parallel_linear, head_block, in_graph, layer_block, plain_block,
-        plain_head, row_parallel_linear, vocab_parallel_cross_entropy, vocab_parallel_embedding,
+        AdamWConfig, Block, ColumnParallelLinear, DistributedOptimizer, Gradient, GradientSink,
+        Gradients, Layer, Loss, ModelPart, ParamBuilder, ParamStore, Pass, Pipeline, Placement,
+        PlainBlock, PlainHead, Recompute, Region, RowParallelLinear, Schedule, Shard, WEIGHT_INIT,
+        ZeroStage, column_parallel_linear, head_block, layer_block, plain_block, plain_head,
+        regions, row_parallel_linear, vocab_parallel_cross_entropy, vocab_parallel_embedding,
         vocab_parallel_head,
     };
     pub use candle_train_models::{CausalLm, ModelConfig};

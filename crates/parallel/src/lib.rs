@@ -16,8 +16,8 @@
 //! struct Mlp(ColumnParallelLinear, RowParallelLinear);
 //! impl PlainBlock for Mlp {
 //!     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
-//!         let inner = in_graph(&self.0, xs, pass)?.gelu()?;
-//!         xs + in_graph(&self.1, &inner, pass)?
+//!         let inner = self.0.apply(xs, pass)?.gelu()?;
+//!         xs + self.1.apply(&inner, pass)?
 //!     }
 //! }
 //!
@@ -25,7 +25,7 @@
 //! struct LastBlock(ColumnParallelLinear, Shard, Mesh);
 //! impl PlainHead for LastBlock {
 //!     fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
-//!         let logits = in_graph(&self.0, xs, pass)?.flatten_to(1)?;
+//!         let logits = self.0.apply(xs, pass)?.flatten_to(1)?;
 //!         let targets = pass.targets()?.flatten_all()?;
 //!         let losses = vocab_parallel_cross_entropy(&logits, &targets, &self.1, &self.2.tp)?;
 //!         Ok(Loss::new(losses.sum_all()?, pass.num_targets()? as f64))
@@ -116,9 +116,9 @@ pub use layers::{
     ColumnParallelLinear, Head, HeadPartition, Layer, LayerRanks, LowRank, Region,
     RowParallelLinear, Tape, VocabParallelEmbedding, VocabParallelHead, column_parallel_backward,
     column_parallel_forward, column_parallel_linear, column_parallel_linear_shard,
-    column_parallel_tape, in_graph, linear_cross_entropy, linear_predictions, regions,
-    row_parallel_linear, row_parallel_linear_shard, vocab_parallel_cross_entropy,
-    vocab_parallel_embedding, vocab_parallel_head,
+    column_parallel_tape, linear_cross_entropy, linear_predictions, regions, row_parallel_linear,
+    row_parallel_linear_shard, vocab_parallel_cross_entropy, vocab_parallel_embedding,
+    vocab_parallel_head,
 };
 pub use lora::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, LoraTargets};
 pub use memory::{

@@ -10,6 +10,8 @@ mod check;
 mod cross_entropy;
 #[path = "parallel/device.rs"]
 mod device;
+#[path = "parallel/dropout.rs"]
+mod dropout;
 #[path = "parallel/embedding.rs"]
 mod embedding;
 #[path = "parallel/explicit.rs"]
@@ -58,6 +60,8 @@ mod optimizer_rule;
 mod output_folder;
 #[path = "parallel/overlap.rs"]
 mod overlap;
+#[path = "parallel/own_blocks.rs"]
+mod own_blocks;
 #[path = "parallel/param_store.rs"]
 mod param_store;
 #[path = "parallel/placement.rs"]

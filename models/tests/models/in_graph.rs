@@ -8,7 +8,7 @@ use candle_comm::launch::threads;
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_ops::ProductChoice;
-use candle_parallel::{Layer, LayerRanks, ParamStore, Pass, in_graph};
+use candle_parallel::{Layer, LayerRanks, ParamStore, Pass};
 use candle_train_models::{DecoderLayer, ModelConfig, RotaryTable};
 
 const B: usize = 2;
@@ -182,8 +182,7 @@ fn ours(
     let layer = DecoderLayer::new(&config, 0, rotary, &LayerRanks::tensor_parallel(tp), vb)?;
     // Plain operations before and after.
     let leaf = Var::from_tensor(&(x.to_dtype(DType::F32)? * 0.5)?)?;
-    let y = in_graph(
-        &layer,
+    let y = layer.apply(
         &(leaf.as_tensor() * 2.0)?,
         &Pass::infer(leaf.as_detached_tensor()),
     )?;

@@ -38,7 +38,7 @@ impl GradientSink for Jobs {
         Ok(())
     }
 
-    fn put_finished(&mut self, _weight: &Tensor, _grad: WeightGrad) -> Result<()> {
+    fn put_grad(&mut self, _weight: &Tensor, _grad: Tensor) -> Result<()> {
         Ok(())
     }
 

@@ -11,7 +11,7 @@ use crate::pass::{GradientSink, Pass, WeightGrad};
 /// A link of the chain that a model is, as three functions: a forward pass that returns what the backward pass needs, that backward pass, and
 /// a forward pass that keeps nothing.
 ///
-/// All compute outside candle's graph. [`in_graph`] makes a node of candle's graph of a layer, [`crate::layer_block`] a block
+/// All compute outside candle's graph. [`Self::apply`] makes a node of candle's graph of a layer, [`crate::layer_block`] a block
 /// of a [`crate::ModelPart`].
 pub trait Layer: Send + Sync {
     /// What the forward pass keeps for the backward pass.
@@ -48,17 +48,27 @@ pub trait Layer: Send + Sync {
     /// Every weight whose gradient [`Self::backward`] puts.
     fn weights(&self) -> Vec<&Tensor>;
 
+    /// The output for `xs` as a node of candle's graph, differentiable in `xs` and in the layer's weights: so a layer is part of a
+    /// [`PlainBlock`](crate::PlainBlock).
+    ///
+    /// # Errors
+    /// As [`Self::forward`]. candle's `backward` returns the errors of [`Self::backward`].
+    fn apply(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor>
+    where
+        Self: Clone + Sized + 'static,
+        Self::Saved: Clone + Send + Sync + 'static,
+    {
+        in_graph(self, xs, pass)
+    }
+
     /// What stays in memory between the passes; `None` if the layer does not say, so that the memory of a model with it cannot be planned.
     fn tape(&self) -> Option<Tape> {
         None
     }
 }
 
-/// Runs `layer` on `xs` as a node of candle's graph: the result is differentiable in `xs` and in the layer's weights.
-///
-/// # Errors
-/// What the layer's forward pass returns. candle's `backward` returns the errors of the layer's backward pass.
-pub fn in_graph<L>(layer: &L, xs: &Tensor, pass: &Pass) -> Result<Tensor>
+/// See [`Layer::apply`].
+fn in_graph<L>(layer: &L, xs: &Tensor, pass: &Pass) -> Result<Tensor>
 where
     L: Layer + Clone + 'static,
     L::Saved: Clone + Send + Sync + 'static,

@@ -22,7 +22,7 @@ pub use column_parallel_linear::{
 };
 pub use head::Head;
 pub use head_partition::HeadPartition;
-pub use layer::{Layer, in_graph};
+pub use layer::Layer;
 pub use layer_ranks::LayerRanks;
 pub use low_rank::LowRank;
 pub use region::Region;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use candle_comm::{Pending, ProcessGroup, ReduceOp};
-use candle_core::{D, Result, Tensor};
+use candle_core::{D, Result, Tensor, bail};
 
 use crate::pass::Pass;
 use crate::placement::Gradient;
@@ -18,7 +18,8 @@ use crate::placement::Gradient;
 /// | leaving | all-reduce | reduce-scatter |
 /// | gradients of weights that are used outside | [`Gradient::Complete`] | [`Gradient::Partial`] |
 ///
-/// Numbers of rows that the ranks do not divide are padded with zeros on their way.
+/// [`ParamBuilder::outside`](crate::ParamBuilder::outside) asks for weights that are used outside. Numbers of rows that the ranks do not divide
+/// are padded with zeros on their way.
 #[derive(Clone, Debug)]
 pub struct Region {
     tp: ProcessGroup,
@@ -32,6 +33,12 @@ impl From<&ProcessGroup> for Region {
             tp: tp.clone(),
             divides_rows: false,
         }
+    }
+}
+
+impl From<&Region> for Region {
+    fn from(region: &Region) -> Self {
+        region.clone()
     }
 }
 
@@ -108,11 +115,38 @@ impl Region {
         self.start_enter(xs, pass)?.wait()
     }
 
+    /// An error if `xs` cannot be what this rank has outside in this pass.
+    pub(super) fn check_rows(&self, xs: &Tensor, pass: &Pass) -> Result<()> {
+        if !self.divides_rows && !pass.divides_rows() {
+            return Ok(());
+        }
+        let (b, t) = pass.dims()?;
+        let own = Self::sequence_parallel(&self.tp).own_rows(b * t).len();
+        let (_, rows) = xs.dims().split_last().unwrap_or((&1, &[]));
+        if self.divides_rows && rows.iter().product::<usize>() != own {
+            bail!(
+                "a tensor of shape {:?} enters a region whose ranks have a part of the rows each outside; expected {own} rows, this rank's of {}",
+                xs.shape(),
+                b * t
+            );
+        }
+        if !self.divides_rows && own != b * t && rows.starts_with(&[1, own]) {
+            bail!(
+                "a tensor of shape {:?} enters a region whose ranks have all {} rows each outside, in a model whose ranks have a part of them\nhint: \
+                 every layer gets the region of ModelPart::with_region",
+                xs.shape(),
+                b * t
+            );
+        }
+        Ok(())
+    }
+
     /// Starts to [enter](Self::enter).
     ///
     /// # Errors
     /// As [`Self::enter`].
     pub fn start_enter(&self, xs: &Tensor, pass: &Pass) -> Result<Pending<Tensor>> {
+        self.check_rows(xs, pass)?;
         if !self.divides_rows {
             return Ok(Pending::ready(xs.clone()));
         }

@@ -4,13 +4,18 @@
 //! |---|---|---|---|
 //! | [`copy_to_tensor_parallel_region`] | identity | all_reduce | f in arXiv:1909.08053 |
 //! | [`reduce_from_tensor_parallel_region`] | all_reduce | identity | g in arXiv:1909.08053 |
+//! | [`enter`] a region that divides rows | all_gather | reduce_scatter | g in arXiv:2205.05198 |
+//! | [`leave`] a region that divides rows | reduce_scatter | all_gather | ḡ in arXiv:2205.05198 |
 //!
+//! Of a [`Region`] that does not divide rows `enter` and `leave` are the first two.
 //! In a group of one each of them returns its input.
 
 use candle_comm::{ProcessGroup, ReduceOp};
-use candle_core::{D, Result, Tensor};
+use candle_core::{D, Result, Tensor, bail};
 use candle_ops::with_backward1;
 
+use super::region::Region;
+use crate::pass::Pass;
 use crate::placement::part;
 
 /// Enters a region where each rank computes with other weights: (..) -> (..); the gradients of all ranks are summed.
@@ -41,6 +46,49 @@ pub fn reduce_from_tensor_parallel_region(xs: &Tensor, tp: &ProcessGroup) -> Res
     let sum = tp.all_reduce(&xs.detach(), ReduceOp::Sum)?;
     with_backward1(xs, sum, "reduce_from_tensor_parallel_region", |grad| {
         Ok(Some(grad.clone()))
+    })
+}
+
+/// Enters `region`, where each rank computes with other weights: what this rank has outside, as (b, t, width) on all ranks; the gradients of all
+/// ranks are summed.
+///
+/// # Errors
+/// Rows that are not those of the pass, and what ends collectives.
+pub fn enter(xs: &Tensor, region: &Region, pass: &Pass) -> Result<Tensor> {
+    region.check_rows(xs, pass)?;
+    if !region.divides_rows() {
+        return copy_to_tensor_parallel_region(xs, region.tp());
+    }
+    let (of_grad, dims) = (region.clone(), xs.dims().to_vec());
+    let out = region.enter(&xs.detach(), pass)?;
+    with_backward1(xs, out, "enter", move |grad| {
+        of_grad.leave(grad)?.reshape(dims.as_slice()).map(Some)
+    })
+}
+
+/// Leaves `region` with this rank's summand (b, t, width) of all rows: the sum, as this rank has it outside.
+///
+/// # Errors
+/// As [`enter`].
+pub fn leave(partial: &Tensor, region: &Region, pass: &Pass) -> Result<Tensor> {
+    if !region.divides_rows() {
+        return reduce_from_tensor_parallel_region(partial, region.tp());
+    }
+    let (b, t) = pass.dims()?;
+    let dims = partial.dims().to_vec();
+    if dims.split_last().map(|(_, rows)| rows.iter().product()) != Some(b * t) {
+        bail!(
+            "a tensor of shape {dims:?} leaves a region; expected all {} rows of the micro-batch",
+            b * t
+        );
+    }
+    let (of_grad, pass) = (region.clone(), pass.clone());
+    let out = region.leave(&partial.detach())?;
+    with_backward1(partial, out, "leave", move |grad| {
+        of_grad
+            .enter(grad, &pass)?
+            .reshape(dims.as_slice())
+            .map(Some)
     })
 }
 

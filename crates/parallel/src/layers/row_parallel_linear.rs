@@ -13,7 +13,7 @@ use super::region::Region;
 use super::tape::{Tape, row_bytes};
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
 use crate::pass::{GradientSink, Pass};
-use crate::placement::Shard;
+use crate::placement::{Gradient, Placement, Shard};
 
 /// Holds columns `r` of a global weight (out, in), the whole bias, and the same part of a low-rank adapter, if it has one.
 #[derive(Clone)]
@@ -54,8 +54,10 @@ pub fn row_parallel_linear_shard(
     let shard = shard.along(1);
     let low_rank = LowRank::row_parallel(&shard, out_dim, &vb)?;
     let weight = vb.get_linear((out_dim, shard.global()), "weight", shard, WEIGHT_INIT)?;
+    // Its gradient is computed inside of the region, where each rank has all rows of it.
+    let complete = Placement::Replicated(Gradient::Complete);
     let bias = match bias {
-        true => Some(vb.get(out_dim, "bias", Init::Const(0.0))?),
+        true => Some(vb.get_placed(out_dim, "bias", complete, Init::Const(0.0))?),
         false => None,
     };
     Ok(RowParallelLinear {

@@ -7,6 +7,7 @@ use candle_nn::var_builder::SimpleBackend;
 use super::param::Asker;
 use super::store::{ParamRequest, ParamStore};
 use super::tiled_weight::TiledWeight;
+use crate::layers::Region;
 use crate::lora::LoraConfig;
 use crate::placement::{Gradient, Placement};
 
@@ -15,8 +16,6 @@ pub const WEIGHT_INIT: Init = Init::Randn {
     mean: 0.0,
     stdev: 0.02,
 };
-
-const REPLICATED: Placement = Placement::Replicated(Gradient::Complete);
 
 /// Hands out parameters under a prefix, as candle's `VarBuilder` does, for layers that may hold only a part of them.
 #[derive(Clone)]
@@ -30,6 +29,8 @@ pub struct ParamBuilder {
     is_head: bool,
     is_tied: bool,
     is_used_at_times: bool,
+    /// Of what is asked for without a placement.
+    gradient: Gradient,
 }
 
 impl ParamBuilder {
@@ -43,6 +44,7 @@ impl ParamBuilder {
             is_head: false,
             is_tied: false,
             is_used_at_times: false,
+            gradient: Gradient::Complete,
         }
     }
 
@@ -85,6 +87,15 @@ impl ParamBuilder {
         }
     }
 
+    /// The builder for whole parameters that are used on what a rank has outside of `region`, as norms between two regions are: with sequence
+    /// parallelism each rank has the gradient of its rows.
+    pub fn outside(&self, region: &Region) -> Self {
+        Self {
+            gradient: region.outside(),
+            ..self.clone()
+        }
+    }
+
     fn path(&self, name: &str) -> String {
         match self.prefix.as_str() {
             "" => name.to_string(),
@@ -92,14 +103,14 @@ impl ParamBuilder {
         }
     }
 
-    /// A whole parameter of the given shape, which every tensor-parallel rank uses on the same values; `init` is its
-    /// distribution if there is no checkpoint. One that ranks use on different values, inside a tensor-parallel region, needs
+    /// A whole parameter of the given shape, which every tensor-parallel rank uses on the same values, or [outside](Self::outside) of a region;
+    /// `init` is its distribution if there is no checkpoint. One that ranks use on different values, inside a tensor-parallel region, needs
     /// [`Self::get_placed`] with [`Gradient::Partial`]: with this method it is an error in the first step.
     ///
     /// # Errors
     /// As for [`Self::get_placed`].
     pub fn get(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
-        self.get_placed(shape, name, REPLICATED, init)
+        self.get_placed(shape, name, Placement::Replicated(self.gradient), init)
     }
 
     /// What this rank holds, according to `placement`, of a parameter whose global shape is `shape`.
@@ -249,7 +260,8 @@ impl SimpleBackend for ParamBuilder {
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor> {
-        let request = self.request(shape, name, REPLICATED, init);
+        let placement = Placement::Replicated(self.gradient);
+        let request = self.request(shape, name, placement, init);
         self.check_is_no_buffer(&request.name)?;
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
             bail!(

@@ -1,9 +1,9 @@
 //! Dropout whose mask is a function of what is trained on, and of no random state: the same bits on every layout, and when a forward
 //! pass runs again.
 //!
-//! Whether feature f of position p of a sequence is dropped in a layer follows from the seed, the number of updates that were
-//! made, what the sequence holds, the layer's name, p and f. A sequence is known by its tokens and targets up to its last target:
-//! what pads it changes nothing.
+//! Whether a value is dropped follows from the seed, the number of updates that were made, what the sequence holds, the layer's name (of a
+//! block in plain candle, the block and a name), and the value's index in each dim of the whole tensor. A sequence is known by its tokens and
+//! targets up to its last target: what pads it changes nothing.
 
 use std::hash::Hasher;
 
@@ -13,7 +13,8 @@ use rayon::prelude::*;
 use twox_hash::XxHash64;
 
 use super::pass::Pass;
-use crate::placement::Indices;
+use crate::layers::Region;
+use crate::placement::{Indices, Shard};
 
 /// The sequences of a micro-batch, each as a number.
 #[derive(Debug)]
@@ -126,28 +127,173 @@ impl Dropout {
             None => num_rows / keys.len().max(1),
             Some(cut) => cut.whole().dims()?.1,
         };
-        // At most 2³² - 1, as the probability is less than 1.
-        let threshold = (self.probability * (1u64 << 32) as f64) as u32;
-        let all = Indices::from(0..num_features);
-        let features = self.features.as_ref().unwrap_or(&all).ranges();
-        let mut mask = vec![0f32; num_values];
-        let rows = mask.par_chunks_mut(num_features.max(1)).enumerate();
-        rows.for_each(|(row, mask)| {
+        let row = |row| {
             let row = cut.map_or(row, |cut| cut.rows()[row] as usize);
-            let (sequence, position) = (row / seq_len, row % seq_len);
-            let key = mix(mix(keys[sequence] ^ self.layer).wrapping_add(position as u64));
-            let mut mask = mask.iter_mut();
-            for range in features {
-                for (feature, value) in range.clone().zip(&mut mask) {
-                    let bits = (mix(key.wrapping_add(feature as u64)) >> 32) as u32;
-                    *value = f32::from(u8::from(bits >= threshold));
-                }
-            }
-        });
-        let mask = Tensor::from_vec(mask, dims, &Device::Cpu)?.to_dtype(like.dtype())?;
-        let factor = 1.0 / (1.0 - self.probability);
-        Ok(Some((mask.to_device(like.device())?, factor)))
+            at(keys[row / seq_len] ^ self.layer, row % seq_len)
+        };
+        let rows: Vec<u64> = (0..num_rows).map(row).collect();
+        let features = match &self.features {
+            None => (0..num_features).collect(),
+            Some(held) => held.ranges().iter().cloned().flatten().collect(),
+        };
+        draw(self.probability, &rows, Some(features), like)?
+            .reshape(dims)
+            .map(|mask| Some((mask, factor(self.probability))))
     }
+}
+
+/// Which part this rank has of a tensor (samples, ..).
+pub(super) enum Place<'a> {
+    /// What it has outside of this region.
+    Outside(&'a Region),
+    /// Inside of a region, of all rows this part of one dim.
+    Inside(&'a Shard),
+}
+
+impl Place<'_> {
+    /// What `xs` is to be multiplied with if each value is dropped with this probability by what is called `name`; `None`: nothing is dropped in
+    /// this pass.
+    pub fn mask(
+        &self,
+        xs: &Tensor,
+        probability: f64,
+        name: &str,
+        pass: &Pass,
+    ) -> Result<Option<Tensor>> {
+        self.check_shard(xs)?;
+        let Some(SequenceKeys(keys)) = pass.sequence_keys()? else {
+            return Ok(None);
+        };
+        let layer = XxHash64::oneshot(1 + pass.block() as u64, name.as_bytes());
+        let keys: Vec<u64> = keys.iter().map(|key| key ^ layer).collect();
+        let (mut rows, first) = self.rows(xs, keys, pass)?;
+        if probability == 0.0 {
+            return Ok(None);
+        }
+        let last = xs.rank().saturating_sub(1).max(first);
+        for dim in first..last {
+            let indices = self.indices(xs, dim);
+            let keys = rows.iter();
+            let keys = keys.flat_map(|&key| indices.iter().map(move |&index| at(key, index)));
+            rows = keys.collect();
+        }
+        let features = (last < xs.rank()).then(|| self.indices(xs, last));
+        let mask = draw(probability, &rows, features, xs)?.reshape(xs.dims())?;
+        (mask * factor(probability)).map(Some)
+    }
+
+    /// Which indices of a dim of the whole tensor this rank has.
+    fn indices(&self, xs: &Tensor, dim: usize) -> Vec<usize> {
+        match self {
+            Self::Inside(shard) if shard.dim() == dim => {
+                shard.ranges().iter().cloned().flatten().collect()
+            }
+            _ => (0..xs.dims()[dim]).collect(),
+        }
+    }
+
+    fn check_shard(&self, xs: &Tensor) -> Result<()> {
+        let Self::Inside(shard) = self else {
+            return Ok(());
+        };
+        let (dim, dims) = (shard.dim(), xs.dims());
+        if dim == 0 {
+            bail!(
+                "the shard is of dim 0, which is that of the samples, of a tensor of shape {dims:?}\nhint: shard.along(2) is the same part of dim 2, \
+                 the features of (b, t, features)"
+            );
+        }
+        if dims.get(dim) != Some(&shard.len()) {
+            bail!(
+                "the tensor has shape {dims:?}; expected {} indices of dim {dim}, this rank's part of {}\nhint: shard.along(dim) is the same part of \
+                 another dim",
+                shard.len(),
+                shard.global()
+            );
+        }
+        Ok(())
+    }
+
+    /// A key for each row, from those of the sequences, and the first dim that is not in it.
+    fn rows(&self, xs: &Tensor, keys: Vec<u64>, pass: &Pass) -> Result<(Vec<u64>, usize)> {
+        let (dims, num_samples) = (xs.dims(), keys.len());
+        let cut = pass.of_cut();
+        let (b, t) = pass.dims().unwrap_or((num_samples, 1));
+        let (own, (own_b, own_t), divides_rows) = match self {
+            Self::Inside(_) => (0..b * t, (b, t), false),
+            Self::Outside(region) => (
+                region.own_rows(b * t),
+                region.dims_outside(b, t),
+                region.divides_rows() || pass.divides_rows(),
+            ),
+        };
+        let is_whole = cut.is_none() && !divides_rows;
+        if is_whole && dims.first() == Some(&num_samples) {
+            return Ok((keys, 1));
+        }
+        let num_dims = if dims.starts_with(&[own_b, own_t]) {
+            2
+        } else {
+            1
+        };
+        let is_sharded = matches!(self, Self::Inside(shard) if shard.dim() < num_dims);
+        if is_sharded || (num_dims == 1 && dims.first() != Some(&own.len())) {
+            let expected = match is_whole {
+                true => format!("{num_samples} samples in dim 0, or {} rows", own.len()),
+                false => format!("({own_b}, {own_t}, ..) or ({}, ..)", own.len()),
+            };
+            bail!(
+                "the tensor has shape {dims:?}; expected what this rank has of the rows of the micro-batch, {expected}\nhint: Pass::dropout is for what is \
+                 outside of the region of ModelPart::with_region, and gets that region; Pass::dropout_sharded for what is inside"
+            );
+        }
+        let seq_len = match cut {
+            None => t,
+            Some(cut) => cut.whole().dims()?.1,
+        };
+        let rows = own.map(|row| {
+            let row = cut.map_or(row, |cut| cut.rows()[row] as usize);
+            at(keys[row / seq_len], row % seq_len)
+        });
+        Ok((rows.collect(), num_dims))
+    }
+}
+
+/// 1 for what is kept and 0 for what is dropped of each row, by its key, and feature, in the type and on the device of `like`; without features a value
+/// for each row.
+fn draw(
+    probability: f64,
+    rows: &[u64],
+    features: Option<Vec<usize>>,
+    like: &Tensor,
+) -> Result<Tensor> {
+    // At most 2³² - 1, as the probability is less than 1.
+    let threshold = (probability * (1u64 << 32) as f64) as u32;
+    let is_kept = |key| f32::from(u8::from((mix(key) >> 32) as u32 >= threshold));
+    let num_features = features.as_ref().map_or(1, Vec::len);
+    let mut mask = vec![0f32; rows.len() * num_features];
+    let of_rows = mask.par_chunks_mut(num_features.max(1)).zip(rows);
+    of_rows.for_each(|(mask, &row)| match &features {
+        None => mask.fill(is_kept(row)),
+        Some(features) => {
+            let row = mix(row);
+            for (value, &feature) in mask.iter_mut().zip(features) {
+                *value = is_kept(row.wrapping_add(feature as u64));
+            }
+        }
+    });
+    let mask = Tensor::from_vec(mask, rows.len() * num_features, &Device::Cpu)?;
+    mask.to_dtype(like.dtype())?.to_device(like.device())
+}
+
+/// What makes up for what is dropped.
+fn factor(probability: f64) -> f64 {
+    1.0 / (1.0 - probability)
+}
+
+/// The key of what is at `index` of the next dim.
+fn at(key: u64, index: usize) -> u64 {
+    mix(key).wrapping_add(index as u64)
 }
 
 /// The output function of SplitMix64: every bit of the result depends on every bit of `value`.

@@ -1,6 +1,7 @@
 //! Where the gradients of weights go.
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
+use candle_ops::add_into;
 
 /// A gradient of a weight that is still to be computed. It gets the gradient's place, a flat view of f32, row-major, and whether to add to
 /// it: if not, what lies there is left over and must be overwritten. It owns all that it reads.
@@ -35,12 +36,21 @@ pub trait GradientSink {
         self.put(weight, grad)
     }
 
-    /// As [`Self::put`], of a gradient that is computed already: to wait would only keep it.
+    /// Takes a gradient of `weight` that is computed already, in the weight's shape and in f32, bf16 or f16: to wait would only keep it.
     ///
     /// # Errors
-    /// As for [`Self::put`].
-    fn put_finished(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
-        self.put(weight, grad)
+    /// Another shape, and as for [`Self::put`].
+    fn put_grad(&mut self, weight: &Tensor, grad: Tensor) -> Result<()> {
+        if grad.dims() != weight.dims() {
+            bail!(
+                "the gradient of {} has shape {:?}; expected that of the weight, {:?}",
+                self.name_of(weight).as_deref().unwrap_or("a weight"),
+                grad.shape(),
+                weight.shape()
+            );
+        }
+        let add_to = move |dst: &Tensor, add| add_into(dst, add, &grad);
+        self.put(weight, Box::new(add_to))
     }
 
     /// When what is put here is computed: a layer that would have to keep much until then may compute it again instead.

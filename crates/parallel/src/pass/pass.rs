@@ -8,9 +8,11 @@ use candle_core::{Result, Tensor, bail};
 use candle_ops::{AttentionRows, DocumentStarts, IGNORE_INDEX, Runs};
 
 use super::cut::Cut;
-use super::dropout::{Dropout, SequenceKeys};
+use super::dropout::{Place, SequenceKeys};
 use super::key_value_cache::KeyValueCache;
 use super::reports::{Reported, Reports};
+use crate::layers::Region;
+use crate::placement::Shard;
 
 /// A pass of a micro-batch, as every block sees it: what goes in, the targets, and what the pass is for. Clones are cheap.
 ///
@@ -27,6 +29,8 @@ pub struct Pass {
     /// If these are some of the rows of a micro-batch that context-parallel ranks share.
     cut: Option<Arc<Cut>>,
     mode: Mode,
+    /// Index of the block that it is given to.
+    block: usize,
     /// Takes the losses that a block in plain candle adds.
     added: Option<Arc<Mutex<Vec<Tensor>>>>,
     /// Whether what is reported was so before: a forward pass runs again.
@@ -49,6 +53,8 @@ struct Training {
     loss_scale: f64,
     seed: u64,
     step: usize,
+    /// Whether tensor-parallel ranks have some of the rows each of what passes between blocks.
+    divides_rows: bool,
     /// Made when a block first asks for them.
     sequences: OnceLock<SequenceKeys>,
     reports: Reports,
@@ -74,6 +80,7 @@ impl Pass {
             rows: Arc::default(),
             cut: None,
             mode: Mode::Evaluate,
+            block: 0,
             added: None,
             is_again: false,
         }
@@ -97,12 +104,20 @@ impl Pass {
         }
     }
 
-    /// The pass as one that is trained on, after `step` updates, with the gradient of the loss times `loss_scale`.
-    pub(crate) fn training(&self, loss_scale: f64, step: usize, seed: u64) -> Self {
+    /// The pass as one that is trained on, after `step` updates, with the gradient of the loss times `loss_scale`, by a model whose blocks
+    /// get and give what ranks have outside of `region`.
+    pub(crate) fn training(
+        &self,
+        loss_scale: f64,
+        step: usize,
+        seed: u64,
+        region: &Region,
+    ) -> Self {
         let training = Training {
             loss_scale,
             seed,
             step,
+            divides_rows: region.divides_rows(),
             sequences: OnceLock::new(),
             reports: Reports::default(),
         };
@@ -126,6 +141,24 @@ impl Pass {
             is_again: true,
             ..self.clone()
         }
+    }
+
+    /// The same pass for the block with this index.
+    pub(crate) fn of_block(&self, block: usize) -> Self {
+        Self {
+            block,
+            ..self.clone()
+        }
+    }
+
+    /// Index of the block that it is given to.
+    pub(super) fn block(&self) -> usize {
+        self.block
+    }
+
+    /// Whether tensor-parallel ranks have some of the rows each of what passes between the blocks that are trained.
+    pub(crate) fn divides_rows(&self) -> bool {
+        self.of_training().is_some_and(|of| of.divides_rows)
     }
 
     /// The same pass for one block in plain candle, whose [added](Self::add_loss) losses [`Self::added`] gives.
@@ -320,19 +353,55 @@ impl Pass {
         Ok(Some(training.sequences.get_or_init(|| keys)))
     }
 
-    /// `xs` (b, .., features) with each value dropped with this probability and the others times 1 / (1 - probability), in candle's graph. What
-    /// is dropped follows from the seed, the step, what the sequence holds, `name` and the place in `xs`: it is the same on every layout,
-    /// and when a forward pass runs again. Outside of training it is `xs`. Tensor-parallel ranks that have the same `xs` drop the same.
+    /// `xs` (b, t, ..), (b, ..) or (b · t, ..), as this rank has it outside of `region`, with each value dropped with this probability and the
+    /// others times 1 / (1 - probability), in candle's graph. What is dropped follows from the seed, the step, what the sequence holds, the block,
+    /// `name` and the value's place in the whole tensor: it is the same on every layout, and when a forward pass runs again. What a block drops
+    /// in several places needs several names. Outside of training it is `xs`.
+    ///
+    /// `region` is that of the model, or `&mesh.tp` where each rank has all rows. Inside of a region, as after a
+    /// [`ColumnParallelLinear`](crate::ColumnParallelLinear), ranks have other features or heads: [`Self::dropout_sharded`].
     ///
     /// # Errors
-    /// A probability that is not in 0..1, and `xs` that have no row for each sequence.
-    pub fn dropout(&self, xs: &Tensor, probability: f64, name: &str) -> Result<Tensor> {
+    /// A probability that is not in 0..1, and rows that are not those of the pass that this rank has outside of `region`.
+    pub fn dropout(
+        &self,
+        xs: &Tensor,
+        probability: f64,
+        name: &str,
+        region: impl Into<Region>,
+    ) -> Result<Tensor> {
+        self.dropped(xs, probability, name, &Place::Outside(&region.into()))
+    }
+
+    /// [`Self::dropout`] inside of a tensor-parallel region: `xs` has all rows, and of one dim the part `shard`: `shard.along(2)` of the features
+    /// in (b, t, features), `heads.along(1)` of the heads in (b, heads, t, t). What all ranks have whole there is `Shard::new(dim, 0..len, len)`.
+    ///
+    /// # Errors
+    /// A probability that is not in 0..1, rows that are not those of the pass, and a dim that has not as many indices as `shard`.
+    pub fn dropout_sharded(
+        &self,
+        xs: &Tensor,
+        probability: f64,
+        name: &str,
+        shard: &Shard,
+    ) -> Result<Tensor> {
+        self.dropped(xs, probability, name, &Place::Inside(shard))
+    }
+
+    fn dropped(
+        &self,
+        xs: &Tensor,
+        probability: f64,
+        name: &str,
+        place: &Place<'_>,
+    ) -> Result<Tensor> {
         if !(0.0..1.0).contains(&probability) {
             bail!("dropout {name}: the probability is {probability}; expected 0 <= p < 1");
         }
-        match Dropout::new(probability, name, None).mask(xs.dims(), xs, self)? {
+        let mask = place.mask(xs, probability, name, self);
+        match mask.map_err(|err| err.context(format!("dropout {name}")))? {
             None => Ok(xs.clone()),
-            Some((mask, factor)) => (xs * (mask * factor)?)?.contiguous(),
+            Some(mask) => (xs * mask)?.contiguous(),
         }
     }
 

@@ -65,8 +65,11 @@ impl GradientSink for InputHalf<'_> {
         self.put_where(self.early.large, weight, grad)
     }
 
-    fn put_finished(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
-        self.put_where(self.early.finished, weight, grad)
+    fn put_grad(&mut self, weight: &Tensor, grad: Tensor) -> Result<()> {
+        match self.early.finished || self.none_waits {
+            true => self.now.put_grad(weight, grad),
+            false => self.waiting.put_grad(weight, grad),
+        }
     }
 
     fn weight_half(&self) -> WeightHalf {

@@ -268,6 +268,11 @@ impl ModelPart {
         Self { region, ..self }
     }
 
+    /// What tensor-parallel ranks have of what passes between blocks.
+    pub(super) fn region(&self) -> &Region {
+        &self.region
+    }
+
     /// Shape and type of what a block gives to the next.
     fn border(&self, block: usize, pass: &Pass) -> Result<(Shape, DType)> {
         match &self.borders {

@@ -188,7 +188,8 @@ impl Pipeline {
         let step = params.num_updates().load(Ordering::Relaxed);
         let (scale, seed) = (gradients.loss_scale(), params.seed());
         let passes = micro_batches.iter();
-        let passes = passes.map(|pass| pass.training(scale, step, seed).cut(&self.cp));
+        let training = |pass: &Pass| pass.training(scale, step, seed, part.region());
+        let passes = passes.map(|pass| training(pass).cut(&self.cp));
         let passes: Vec<Pass> = passes.collect::<Result<_>>()?;
         let half = BackwardHalf::Input(plan.early(gradients.come_once()));
         let mut units = Units::new(self, part, &passes, half)?;

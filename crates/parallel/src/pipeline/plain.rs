@@ -2,7 +2,7 @@
 //! backward half.
 
 use candle_core::{DType, Result, Tensor, Var, bail};
-use candle_ops::{add_into, with_backward1};
+use candle_ops::with_backward1;
 
 use super::graph::KeptNodes;
 use crate::layers::{Head, Layer};
@@ -15,7 +15,7 @@ pub(super) const CUTTING: &str = "candle_nn's RmsNorm, LayerNorm, rope and softm
 /// A block in plain candle, which candle differentiates.
 ///
 /// It must depend on its input and on each of its trainable parameters by operations that have a backward: what does not is
-/// reported by name in the backward pass. Parallel layers take part by [`in_graph`](crate::in_graph).
+/// reported by name in the backward pass. Parallel layers take part by [`Layer::apply`](crate::Layer::apply).
 ///
 /// What is computed from parameters is computed in the forward pass: a `cat`, `contiguous` or `to_dtype` of a weight while the block is
 /// built keeps the initial values for ever, though gradients flow through it; views such as `t` and `narrow` may be made then. What is
@@ -206,8 +206,7 @@ impl Graph {
                 continue;
             }
             if let Some(grad) = grads.remove(node) {
-                let put = move |dst: &Tensor, add| add_into(dst, add, &grad);
-                gradients.put_finished(node, Box::new(put))?;
+                gradients.put_grad(node, grad)?;
             }
         }
         let Some(input) = input else { return Ok(None) };

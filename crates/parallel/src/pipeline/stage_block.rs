@@ -98,6 +98,7 @@ impl StageBlock {
         let Link::Layer(layer) = &self.block.link else {
             return self.forward(xs, pass);
         };
+        let pass = &pass.of_block(self.index);
         if !self.is_known.swap(true, Ordering::Relaxed) {
             let (output, saved) = layer.forward(xs, &pass.again())?;
             let mut seen = Stranger {
@@ -123,7 +124,7 @@ impl StageBlock {
             Link::Head(_) => return Ok((None, input(None))),
             Link::Layer(layer) => layer,
         };
-        let (output, saved) = layer.forward(xs, pass)?;
+        let (output, saved) = layer.forward(xs, &pass.of_block(self.index))?;
         if self.recompute != Recompute::Full {
             return Ok((Some(output), Saved::Kept(saved)));
         }
@@ -144,6 +145,7 @@ impl StageBlock {
         params: &Parameters,
         gradients: &mut dyn GradientSink,
     ) -> Result<(Option<Tensor>, Option<Loss>)> {
+        let pass = &pass.of_block(self.index);
         let mut gradients = Noting {
             gradients,
             put: Vec::new(),
@@ -228,9 +230,9 @@ impl GradientSink for Noting<'_> {
         self.gradients.put_large(weight, grad)
     }
 
-    fn put_finished(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
+    fn put_grad(&mut self, weight: &Tensor, grad: Tensor) -> Result<()> {
         self.put.push(weight.id());
-        self.gradients.put_finished(weight, grad)
+        self.gradients.put_grad(weight, grad)
     }
 
     fn weight_half(&self) -> WeightHalf {

@@ -5,9 +5,8 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::checkpoint::{HfSave, save_hf};
 use candle_parallel::{
-    ColumnParallelLinear, Gradient, ParamBuilder, ParamStore, Pass, Placement, PlainBlock,
-    RowParallelLinear, Shard, ZeroStage, column_parallel_linear, in_graph, plain_block,
-    row_parallel_linear,
+    ColumnParallelLinear, Gradient, Layer, ParamBuilder, ParamStore, Pass, Placement, PlainBlock,
+    RowParallelLinear, Shard, ZeroStage, column_parallel_linear, plain_block, row_parallel_linear,
 };
 
 use crate::chain::{Chain, HIDDEN};
@@ -342,7 +341,7 @@ struct Mixed {
 impl PlainBlock for Mixed {
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
         let scaled = xs.broadcast_mul(&self.scale.to_dtype(DType::F32)?)?;
-        xs + in_graph(&self.down, &in_graph(&self.up, &scaled, pass)?, pass)?
+        xs + self.down.apply(&self.up.apply(&scaled, pass)?, pass)?
     }
 }
 

@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::Init;
+use candle_parallel::Layer as _;
 use candle_parallel::checkpoint::gather_full;
 use candle_parallel::{
     Block, ColumnParallelLinear, Gradients, Loss, ModelPart, ParamBuilder, ParamStore, Pass,
     PlainBlock, PlainHead, RowParallelLinear, Shard, VocabParallelEmbedding, WEIGHT_INIT,
-    column_parallel_linear_shard, in_graph, plain_block, plain_head, row_parallel_linear,
+    column_parallel_linear_shard, plain_block, plain_head, row_parallel_linear,
     vocab_parallel_cross_entropy, vocab_parallel_embedding,
 };
 
@@ -175,14 +176,14 @@ pub fn one_target<'a>(gradients: &'a mut Gradients, mesh: &Mesh) -> &'a mut Grad
 
 impl PlainBlock for Embed {
     fn forward(&self, tokens: &Tensor, pass: &Pass) -> Result<Tensor> {
-        in_graph(&self.0, tokens, pass)
+        self.0.apply(tokens, pass)
     }
 }
 
 impl PlainBlock for Layer {
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
         let normed = xs.broadcast_mul(&self.norm)?;
-        let inner = match in_graph(&self.up, &normed, pass)? {
+        let inner = match self.up.apply(&normed, pass)? {
             both if self.fused => {
                 let maps = both.chunk(2, D::Minus1)?;
                 (&maps[0] + &maps[1])?
@@ -190,14 +191,14 @@ impl PlainBlock for Layer {
             inner => inner,
         };
         let inner = inner.tanh()?;
-        xs + in_graph(&self.down, &inner, pass)?
+        xs + self.down.apply(&inner, pass)?
     }
 }
 
 impl PlainHead for LastBlock {
     fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
         let (b, t, _hidden) = xs.dims3()?;
-        let logits = in_graph(&self.weight, xs, pass)?;
+        let logits = self.weight.apply(xs, pass)?;
         let logits = logits.reshape((b * t, self.shard.len()))?;
         let targets = pass.targets()?.flatten_all()?;
         let sum = vocab_parallel_cross_entropy(&logits, &targets, &self.shard, &self.tp)?;

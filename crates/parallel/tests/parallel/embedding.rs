@@ -2,9 +2,7 @@
 
 use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_parallel::{
-    ParamStore, Pass, VocabParallelEmbedding, in_graph, vocab_parallel_embedding,
-};
+use candle_parallel::{Layer, ParamStore, Pass, VocabParallelEmbedding, vocab_parallel_embedding};
 
 use crate::check::{assert_close, assert_says, grads, message, own_part, random, random_ids};
 use crate::device::{device, on_ranks};
@@ -32,7 +30,7 @@ fn equals_a_lookup_in_the_whole_table() {
         on_ranks(tp, |tp| {
             let layer = build(&tp)?;
             assert_close("table", layer.weight(), &own_part(table, 0, &tp)?);
-            let mine = in_graph(&layer, &ids, &Pass::infer(ids.clone()))?;
+            let mine = layer.apply(&ids, &Pass::infer(ids.clone()))?;
             assert_close("y", &mine, &y);
             let [grad] = grads(&mine, &dy, [layer.weight()])?;
             assert_close("dw", &grad, &own_part(&dw, 0, &tp)?);
@@ -50,8 +48,8 @@ fn the_padding_token_is_looked_up_but_its_row_gets_no_gradient() {
             let plain = build(&tp)?;
             let padded = build(&tp)?.with_padding_idx(Some(3));
             let (y, mine) = (
-                in_graph(&plain, &ids, &Pass::infer(ids.clone()))?,
-                in_graph(&padded, &ids, &Pass::infer(ids.clone()))?,
+                plain.apply(&ids, &Pass::infer(ids.clone()))?,
+                padded.apply(&ids, &Pass::infer(ids.clone()))?,
             );
             assert_close("y", &mine, &y);
             let [want] = grads(&y, &dy, [plain.weight()])?;
@@ -74,7 +72,7 @@ fn a_token_beyond_the_vocabulary_is_an_error_on_every_rank() {
     on_ranks(3, |tp| {
         let layer = build(&tp)?;
         let ids = Tensor::new(&[[0u32, 1, 2], [3, 11, 4]], &Device::Cpu)?;
-        let said = message(in_graph(&layer, &ids, &Pass::infer(ids.clone())));
+        let said = message(layer.apply(&ids, &Pass::infer(ids.clone())));
         let words = ["token id 11", "sequence 1, position 1", "11 tokens", "hint"];
         assert_says(&said, &words);
         Ok(())

@@ -11,8 +11,8 @@ use candle_parallel::regions::copy_to_tensor_parallel_region;
 use candle_parallel::{
     Block, ColumnParallelLinear, GradientSink, Gradients, Head, Layer, Loss, ModelPart,
     ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, PlainHead, Recompute, RowParallelLinear,
-    Schedule, Shard, column_parallel_backward, column_parallel_linear, head_block, in_graph,
-    layer_block, linear_cross_entropy, plain_block, plain_head, row_parallel_linear,
+    Schedule, Shard, column_parallel_backward, column_parallel_linear, head_block, layer_block,
+    linear_cross_entropy, plain_block, plain_head, row_parallel_linear,
     vocab_parallel_cross_entropy, vocab_parallel_embedding,
 };
 
@@ -74,9 +74,9 @@ impl Layer for Gated {
 impl PlainBlock for Gated {
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
         let shared = copy_to_tensor_parallel_region(xs, &self.tp)?;
-        let left = in_graph(&self.left.clone().inside_region(), &shared, pass)?;
-        let right = in_graph(&self.right.clone().inside_region(), &shared, pass)?;
-        xs + in_graph(&self.down, &(left * right)?, pass)?
+        let left = self.left.clone().inside_region().apply(&shared, pass)?;
+        let right = self.right.clone().inside_region().apply(&shared, pass)?;
+        xs + self.down.apply(&(left * right)?, pass)?
     }
 }
 
@@ -89,7 +89,7 @@ where
     L::Saved: Clone + Send + Sync + 'static,
 {
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
-        in_graph(&self.0, xs, pass)
+        self.0.apply(xs, pass)
     }
 }
 
@@ -103,7 +103,7 @@ struct LastBlock {
 impl PlainHead for LastBlock {
     fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
         let layer = ColumnParallelLinear::new(self.weight.clone(), None, self.tp.clone());
-        let logits = in_graph(&layer, xs, pass)?.flatten_to(1)?;
+        let logits = layer.apply(xs, pass)?.flatten_to(1)?;
         let targets = pass.targets()?.flatten_all()?;
         let losses = vocab_parallel_cross_entropy(&logits, &targets, &self.shard, &self.tp)?;
         let sum = losses.to_dtype(DType::F64)?.sum_all()?;
@@ -343,8 +343,7 @@ impl Layer for Squared {
         let scale = self.0.detach();
         let dproduct = (dy * (&kept.1 * 2.0)?)?;
         let dscale = (&dproduct * xs)?.sum((0, 1))?;
-        let grad = move |dst: &Tensor, add| candle_ops::add_into(dst, add, &dscale);
-        gradients.put(&self.0, Box::new(grad))?;
+        gradients.put_grad(&self.0, dscale)?;
         dproduct.broadcast_mul(&scale).map(Some)
     }
 
@@ -440,6 +439,10 @@ fn a_weight_that_is_no_parameter_is_an_error() {
         let foreign = candle_core::Var::zeros((2, 3), DType::F32, &device())?;
         let said = message(gradients.put(foreign.as_tensor(), Box::new(|_, _| Ok(()))));
         assert_says(&said, &["[2, 3]", "no parameter of this model"]);
+        let param = part.params().get(0);
+        let grad = Tensor::zeros((2, 3), DType::F32, &device())?;
+        let said = message(gradients.put_grad(&param.tensor(), grad));
+        assert_says(&said, &[&param.name, "has shape [2, 3]", "expected"]);
         Ok(())
     });
 }

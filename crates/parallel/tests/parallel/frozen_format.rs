@@ -5,10 +5,10 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_parallel::checkpoint::{CheckpointSaver, TrainingCheckpoint};
 use candle_parallel::{
-    AdamWConfig, ColumnParallelLinear, DataParallel, DistributedOptimizer, Gradients, LoraConfig,
-    Loss, MemoryCategory, ModelPart, ParamStore, Pass, Pipeline, PlainBlock, PlainHead,
+    AdamWConfig, ColumnParallelLinear, DataParallel, DistributedOptimizer, Gradients, Layer,
+    LoraConfig, Loss, MemoryCategory, ModelPart, ParamStore, Pass, Pipeline, PlainBlock, PlainHead,
     RowParallelLinear, Schedule, Shard, WEIGHT_INIT, WeightFormat, ZeroStage,
-    column_parallel_linear, in_graph, layer_block, plain_block, plain_head, row_parallel_linear,
+    column_parallel_linear, layer_block, plain_block, plain_head, row_parallel_linear,
     vocab_parallel_cross_entropy, vocab_parallel_embedding,
 };
 
@@ -22,7 +22,7 @@ struct Mlp(ColumnParallelLinear, RowParallelLinear);
 
 impl PlainBlock for Mlp {
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
-        xs + in_graph(&self.1, &in_graph(&self.0, xs, pass)?.gelu()?, pass)?
+        xs + self.1.apply(&self.0.apply(xs, pass)?.gelu()?, pass)?
     }
 }
 
@@ -30,7 +30,7 @@ struct Head(ColumnParallelLinear, Shard, Mesh);
 
 impl PlainHead for Head {
     fn loss(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
-        let logits = in_graph(&self.0, xs, pass)?.flatten_to(1)?;
+        let logits = self.0.apply(xs, pass)?.flatten_to(1)?;
         let targets = pass.targets()?.flatten_all()?;
         let losses = vocab_parallel_cross_entropy(&logits, &targets, &self.1, &self.2.tp)?;
         Ok(Loss::new(losses.sum_all()?, pass.num_targets()? as f64))

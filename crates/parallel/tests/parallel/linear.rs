@@ -3,7 +3,7 @@
 use candle_comm::ProcessGroup;
 use candle_core::{Result, Tensor, Var};
 use candle_parallel::regions::copy_to_tensor_parallel_region;
-use candle_parallel::{ColumnParallelLinear, Layer, Pass, RowParallelLinear, in_graph};
+use candle_parallel::{ColumnParallelLinear, Layer, Pass, RowParallelLinear};
 
 use crate::check::{assert_close, grads, own_part, random, var};
 use crate::device::on_ranks;
@@ -17,7 +17,7 @@ where
     L: Layer + Clone + 'static,
     L::Saved: Clone + Send + Sync + 'static,
 {
-    in_graph(layer, xs, &Pass::infer(xs.detach()))
+    layer.apply(xs, &Pass::infer(xs.detach()))
 }
 
 struct Reference {

@@ -6,9 +6,9 @@ use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::IGNORE_INDEX;
 use candle_parallel::{
-    ColumnParallelLinear, Gradients, LoraConfig, LoraTargets, Loss, LowRank, ModelPart, ParamStore,
-    Pass, Pipeline, PlainBlock, PlainHead, Schedule, Shard, WEIGHT_INIT, WeightFormat,
-    column_parallel_linear, in_graph, plain_block, plain_head,
+    ColumnParallelLinear, Gradients, Layer, LoraConfig, LoraTargets, Loss, LowRank, ModelPart,
+    ParamStore, Pass, Pipeline, PlainBlock, PlainHead, Schedule, Shard, WEIGHT_INIT, WeightFormat,
+    column_parallel_linear, plain_block, plain_head,
 };
 
 use crate::check::{assert_close, assert_says, grads, message, random, single_mesh, var};
@@ -31,7 +31,7 @@ struct Seen(ColumnParallelLinear, Arc<Mutex<Vec<Tensor>>>);
 
 impl PlainBlock for Seen {
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
-        let ys = in_graph(&self.0, xs, pass)?;
+        let ys = self.0.apply(xs, pass)?;
         self.1.lock().unwrap().push(ys.detach());
         Ok(ys)
     }
@@ -199,7 +199,9 @@ fn a_layer_with_an_adapter_has_the_gradients_of_its_formula() {
         .unwrap();
     let xs = var(&random(3, (2, 4, num_in)).unwrap()).unwrap();
     let of_ys = random(4, (2, 4, num_out)).unwrap();
-    let ys = in_graph(&layer, xs.as_tensor(), &Pass::infer(xs.detach())).unwrap();
+    let ys = layer
+        .apply(xs.as_tensor(), &Pass::infer(xs.detach()))
+        .unwrap();
     let got = grads(&ys, &of_ys, [xs.as_tensor(), a, b]).unwrap();
 
     let [a, b] = [a, b].map(|matrix| var(&matrix.detach().copy().unwrap()).unwrap());

@@ -6,9 +6,9 @@ use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{DType, Result, Tensor, Var};
 use candle_nn::Init;
 use candle_parallel::{
-    Block, ColumnParallelLinear, Gradient, Loss, ParamBuilder, ParamStore, Pass, Placement,
+    Block, ColumnParallelLinear, Gradient, Layer, Loss, ParamBuilder, ParamStore, Pass, Placement,
     PlainBlock, PlainHead, RowParallelLinear, Shard, WEIGHT_INIT, ZeroStage,
-    column_parallel_linear, in_graph, plain_block, plain_head, regions, row_parallel_linear,
+    column_parallel_linear, plain_block, plain_head, regions, row_parallel_linear,
 };
 
 use crate::chain::HIDDEN;
@@ -154,8 +154,8 @@ struct Scaled {
 
 impl PlainBlock for Scaled {
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
-        let ys = in_graph(&self.up, xs, pass)?.tanh()?;
-        xs + in_graph(&self.down, &ys.broadcast_mul(&self.scale)?, pass)?
+        let ys = self.up.apply(xs, pass)?.tanh()?;
+        xs + self.down.apply(&ys.broadcast_mul(&self.scale)?, pass)?
     }
 }
 
@@ -271,7 +271,7 @@ fn a_parallel_layer_with_another_group_than_the_mesh_s_is_refused() {
             let down = row_parallel_linear(8, HIDDEN, true, &alone, vb.pp("down"))?;
             Ok(with(move |xs| {
                 let pass = Pass::infer(xs.detach());
-                xs + in_graph(&down, &in_graph(&up, xs, &pass)?, &pass)?
+                xs + down.apply(&up.apply(xs, &pass)?, &pass)?
             }))
         })?;
         Ok(train(&mesh, &stage, 1))

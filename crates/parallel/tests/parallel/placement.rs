@@ -5,9 +5,9 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::checkpoint::{HfSave, save_hf};
 use candle_parallel::{
-    AdamWConfig, ColumnParallelLinear, DistributedOptimizer, Gradient, Gradients, ModelPart,
+    AdamWConfig, ColumnParallelLinear, DistributedOptimizer, Gradient, Gradients, Layer, ModelPart,
     ParamStore, Pass, Pipeline, Placement, PlainBlock, RowParallelLinear, Schedule, ZeroStage,
-    column_parallel_linear, in_graph, plain_block, row_parallel_linear,
+    column_parallel_linear, plain_block, row_parallel_linear,
 };
 
 use crate::chain::{Chain, HIDDEN, Values, gather};
@@ -27,11 +27,11 @@ struct HeadScale {
 
 impl PlainBlock for HeadScale {
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
-        let ys = in_graph(&self.up, xs, pass)?;
+        let ys = self.up.apply(xs, pass)?;
         let (b, t, width) = ys.dims3()?;
         let heads = ys.reshape((b, t, width / HEAD_DIM, HEAD_DIM))?;
         let heads = heads.broadcast_mul(&self.scale)?.tanh()?;
-        xs + in_graph(&self.down, &heads.reshape((b, t, width))?, pass)?
+        xs + self.down.apply(&heads.reshape((b, t, width))?, pass)?
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_comm::Mesh;
+use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::Init;
 use candle_parallel::{
@@ -94,15 +94,16 @@ fn trained(mesh: &Mesh, part: &ModelPart) -> Result<Trained> {
 
 #[test]
 fn dropout_of_a_plain_block_is_the_same_on_every_layout() {
-    let dropping = |vb: ParamBuilder| {
+    let dropping = |vb: ParamBuilder, tp: ProcessGroup| {
         let scale = vb.get(HIDDEN, "scale", Init::Const(1.0))?;
         Ok(with(move |xs, pass| {
-            pass.dropout(&xs.broadcast_mul(&scale)?, 0.3, "middle")
+            pass.dropout(&xs.broadcast_mul(&scale)?, 0.3, "middle", &tp)
         }))
     };
     let run = |layout, recompute| {
         let all = on_mesh(layout, |mesh| {
-            let part = part(&mesh, &ParamStore::init(5), dropping)?;
+            let store = ParamStore::init(5);
+            let part = part(&mesh, &store, |vb| dropping(vb, mesh.tp.clone()))?;
             trained(&mesh, &part.with_recompute(|_| recompute))
         });
         all.into_iter().next().unwrap().0
@@ -139,7 +140,8 @@ fn dropout_keeps_the_mean_and_is_off_outside_of_training() {
         let seen = of_block.clone();
         Ok(with(move |xs, pass| {
             let wide = Tensor::ones((1, 4, 4000), DType::F32, xs.device())?;
-            *seen.lock().unwrap() = floats(&pass.dropout(&wide, 0.2, "wide")?)?;
+            *seen.lock().unwrap() =
+                floats(&pass.dropout(&wide, 0.2, "wide", ProcessGroup::single(device()))?)?;
             Ok(xs.clone())
         }))
     })
@@ -157,10 +159,10 @@ fn dropout_keeps_the_mean_and_is_off_outside_of_training() {
     pipeline.evaluate(&part, one.into_iter().map(Ok)).unwrap();
     assert!(seen.lock().unwrap().iter().all(|value| *value == 1.0));
     let xs = Tensor::ones((1, 4), DType::F32, &device()).unwrap();
-    let pass = Pass::infer(xs.clone());
+    let (pass, tp) = (Pass::infer(xs.clone()), &mesh.tp);
     for probability in [-0.1, 1.0, f64::NAN] {
         assert_says(
-            &message(pass.dropout(&xs, probability, "x")),
+            &message(pass.dropout(&xs, probability, "x", tp)),
             &["dropout x", "expected 0 <= p < 1"],
         );
     }
