@@ -41,7 +41,7 @@ impl TrainingData {
         let records = counted(num_shared, "record");
         (num_shared > 0).then(|| {
             format!(
-                "{records} of the {} to evaluate on are trained on, too, as the data has them more than once (of a text its sequences count): their \
+                "trained on and evaluated on: {records} of the {} to evaluate on, which the data has more than once (of a text its sequences count); their \
                  loss says nothing about what was not seen\nhint: leave repeated records and files out of --data, and the files of --eval-data",
                 evaluated.num_pieces()
             )

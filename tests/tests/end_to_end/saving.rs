@@ -209,11 +209,10 @@ fn with_head_alone(fixture: &Fixture, to: &Path) -> Fixture {
     let fixture_of_head = fixture.moved_to(to);
     let model = fixture_of_head.model_dir();
     std::fs::create_dir_all(&model).unwrap();
-    std::fs::copy(
-        fixture.model_dir().join("config.json"),
-        model.join("config.json"),
-    )
-    .unwrap();
+    for entry in std::fs::read_dir(fixture.model_dir()).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
+    }
     let mut tensors = raw_tensors(&fixture.model_dir());
     let embedding = tensors.remove("model.embed_tokens.weight").unwrap();
     tensors.insert("lm_head.weight".to_string(), embedding);

@@ -258,7 +258,7 @@ fn what_is_held_out_and_trained_on_is_counted() {
         words.contains("evaluation on 2 records of prompt and completion, "),
         "{words}"
     );
-    assert!(!words.contains("are trained on, too"), "{words}");
+    assert!(!words.contains("trained on and evaluated on"), "{words}");
     // A part that is less than one.
     once.training.evaluation.eval_fraction = Some(0.01);
     let (_, words) = said(&once);
@@ -277,7 +277,7 @@ fn what_is_held_out_and_trained_on_is_counted() {
     for (run, num_shared, num_evaluated) in [(twice, 4, 4), (repeated, 4, 4), (same, 20, 20)] {
         let (_, words) = said(&run);
         let want = format!(
-            "{num_shared} records of the {num_evaluated} to evaluate on are trained on, too"
+            "trained on and evaluated on: {num_shared} records of the {num_evaluated} to evaluate on"
         );
         assert!(words.contains(&want), "{words}");
     }
