@@ -32,7 +32,8 @@ pub(crate) enum FileFormat {
 }
 
 impl FileFormat {
-    /// That of a file of this name; `None` if it has none of the [`ENDINGS`]. All but Parquet may have [`GZIP_ENDING`] behind.
+    /// That of a file of this name; `None` if it has none of the [`ENDINGS`]. All but Parquet may have [`GZIP_ENDING`]
+    /// behind.
     pub fn of(path: &Path) -> Option<Self> {
         let path = Path::new(path.file_name()?);
         match is_gzip(path) {

@@ -8,8 +8,8 @@ use crate::sample_order::permutation;
 /// Epoch whose permutation chooses it: no run gets there.
 const EPOCH: u64 = u64::MAX;
 
-/// Which of `num_records` a run trains on, and which it holds out: `fraction` of them, rounded, but at least one, chosen by `seed`. Both in
-/// rising order.
+/// Which of `num_records` a run trains on, and which it holds out: `fraction` of them, rounded, but at least one,
+/// chosen by `seed`. Both in rising order.
 ///
 /// # Errors
 /// A fraction that leaves none to train on.

@@ -1,17 +1,20 @@
 //! Where a long text may be cut so that its parts, encoded one by one, have the ids of the whole.
 //!
-//! A tokenizer of this kind finds added tokens, normalizes, cuts the text into words by a pattern, and encodes each word by itself. With any of
-//! the [patterns](PATTERNS) and whatever is around it, a word ends
+//! A tokenizer of this kind finds added tokens, normalizes, cuts the text into words by a pattern, and encodes each
+//! word by itself. With any of the [patterns](PATTERNS) and whatever is around it, a word ends
 //! - after a line break between two characters that are no white space;
 //! - before a space after a character that is no white space;
-//! - between a letter and a character of ASCII or a punctuation mark of Chinese that is none, which texts without spaces have.
+//! - between a letter and a character of ASCII or a punctuation mark of Chinese that is none, which texts without
+//!   spaces have.
 //!
 //! This is so because
-//! - what a pattern matches before such a place depends on no more than the next character, and ends there as at the end of a part;
+//! - what a pattern matches before such a place depends on no more than the next character, and ends there as at the
+//!   end of a part;
 //! - a match that has the line break in it began at it, or with [`\[\r\n\]*`](PATTERNS) before it, and what follows is neither;
 //! - no pattern looks at what is behind;
 //! - NFC composes none of these characters with what is before it;
-//! - an added token has no line break in it, takes no white space before it, and neither ends nor goes on at the other places.
+//! - an added token has no line break in it, takes no white space before it, and neither ends nor goes on at the other
+//!   places.
 
 use serde_json::{Value, json};
 
@@ -31,7 +34,8 @@ pub(crate) struct Borders {
     added: Vec<String>,
 }
 
-/// The places where the ids of a text are those of its [parts](Borders::parts) with this tokenizer; `None` if that is not known.
+/// The places where the ids of a text are those of its [parts](Borders::parts) with this tokenizer; `None` if that is
+/// not known.
 pub(crate) fn borders_of(tokenizer: &tokenizers::Tokenizer) -> Option<Borders> {
     let json = |part: serde_json::Result<Value>| part.unwrap_or_default();
     let normalizer = json(serde_json::to_value(tokenizer.get_normalizer()));

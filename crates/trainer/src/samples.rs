@@ -90,8 +90,8 @@ impl Samples {
         Ok(samples)
     }
 
-    /// These records without some, and the others: `fraction` of the records and of the pieces of texts, rounded, but at least one, chosen by
-    /// `seed`. Each part is put into sequences by itself.
+    /// These records without some, and the others: `fraction` of the records and of the pieces of texts, rounded, but
+    /// at least one, chosen by `seed`. Each part is put into sequences by itself.
     ///
     /// # Errors
     /// A fraction that leaves nothing to train on.

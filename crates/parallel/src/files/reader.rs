@@ -276,7 +276,8 @@ impl Checkpoint {
         Ok(hasher.finish())
     }
 
-    /// Where tensor `name` lies, or its [alias](Self::allow_alias); an error that suggests similar names if it is nowhere.
+    /// Where tensor `name` lies, or its [alias](Self::allow_alias); an error that suggests similar names if it is
+    /// nowhere.
     ///
     /// # Errors
     /// There is no such tensor.

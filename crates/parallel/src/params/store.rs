@@ -245,7 +245,8 @@ impl ParamStore {
         self
     }
 
-    /// Accepts that a checkpoint holds parameter `name` a second time, as `alias`, or under that name alone: tied weights.
+    /// Accepts that a checkpoint holds parameter `name` a second time, as `alias`, or under that name alone: tied
+    /// weights.
     pub fn allow_alias(&self, alias: &str, name: &str) {
         if let Some(checkpoint) = self.source.checkpoint() {
             checkpoint.allow_alias(alias, name);

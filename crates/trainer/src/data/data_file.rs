@@ -35,7 +35,8 @@ const OTHERS: [(&[u8], &str); 4] = [
 ];
 
 impl DataFile {
-    /// Its bytes without a byte-order mark, as many as it has now: one that grows has an end. A file in gzip, whatever it is called, is decompressed.
+    /// Its bytes without a byte-order mark, as many as it has now: one that grows has an end. A file in gzip, whatever
+    /// it is called, is decompressed.
     ///
     /// # Errors
     /// It cannot be read, is in UTF-16 or compressed in another way.

@@ -17,7 +17,8 @@ use super::record_location::{Place, RecordLocation};
 use crate::file_format::FileFormat;
 use crate::record_error::RecordError;
 
-/// The longest record that is read, but for files that are one text: what is made of it takes many times as much memory.
+/// The longest record that is read, but for files that are one text: what is made of it takes many times as much
+/// memory.
 pub(super) const MAX_RECORD_BYTES: usize = 64_000_000;
 
 /// A record as its file has it.
@@ -124,7 +125,8 @@ impl<'a> FileRecords<'a> {
     /// The next record, or `None` after the last.
     ///
     /// # Errors
-    /// A file that cannot be read or is not what its ending says; a record that is too long. A line that is no record is not an error here.
+    /// A file that cannot be read or is not what its ending says; a record that is too long. A line that is no record
+    /// is not an error here.
     pub fn next_record(&mut self) -> Result<Option<RawRecord>> {
         loop {
             if let Some(open) = &mut self.open {

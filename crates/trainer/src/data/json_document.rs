@@ -52,8 +52,8 @@ pub(super) fn document(file: &DataFile, columns: &Columns) -> Result<Option<Vec<
     ))
 }
 
-/// The next line that is not blank; empty at the end. Of one that is too long to be a record the beginning, where that is all that
-/// `is_limited` asks for.
+/// The next line that is not blank; empty at the end. Of one that is too long to be a record the beginning, where that
+/// is all that `is_limited` asks for.
 fn next_line(file: &DataFile, bytes: &mut impl BufRead, is_limited: bool) -> Result<Vec<u8>> {
     let mut line = Vec::new();
     let most = match is_limited {

@@ -1,4 +1,5 @@
-//! JSON as data files have it: with the numbers that Python writes and JSON has not, and the byte-order marks of files that were joined.
+//! JSON as data files have it: with the numbers that Python writes and JSON has not, and the byte-order marks of files
+//! that were joined.
 
 use std::sync::LazyLock;
 

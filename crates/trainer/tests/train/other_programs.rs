@@ -1,4 +1,5 @@
-//! Files as other programs write them: in gzip, joined, with numbers that JSON has not, in another encoding, of one huge record.
+//! Files as other programs write them: in gzip, joined, with numbers that JSON has not, in another encoding, of one
+//! huge record.
 
 use std::io::Write;
 
