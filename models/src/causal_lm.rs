@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_comm::{Degrees, Mesh, ProcessGroup};
 use candle_core::{Device, Result, bail};
+use candle_parallel::checkpoint::Checkpoint;
 use candle_parallel::{
     Block, ContextConfig, ContextParallel, LayerRanks, ModelPart, ModelSpec, ParamBuilder,
     ParamStore, PipelineLayout, Region, head_block, layer_block, stage_blocks,
@@ -16,6 +17,10 @@ use crate::decoder_layer::DecoderLayer;
 use crate::lm_head::LmHead;
 use crate::rotary::RotaryTable;
 use crate::scaled_embedding::ScaledEmbedding;
+
+/// The two names of a tied weight.
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
 
 /// A causal language model: embedding, decoder layers, head with loss.
 pub struct CausalLm;
@@ -139,6 +144,18 @@ impl CausalLm {
         })
     }
 
+    /// The weights in `dir`, where those of a tied pair may be under the head's name alone.
+    ///
+    /// # Errors
+    /// As for [`Checkpoint::open`].
+    pub fn open_weights(config: &ModelConfig, dir: &Path) -> Result<Checkpoint> {
+        let weights = Checkpoint::open(dir)?;
+        if config.tie_word_embeddings {
+            weights.allow_alias(HEAD, EMBEDDING);
+        }
+        Ok(weights)
+    }
+
     fn block(
         config: &ModelConfig,
         index: usize,
@@ -205,6 +222,6 @@ fn region(tp: &ProcessGroup, is_sequence_parallel: bool) -> Region {
 fn allow_more(config: &ModelConfig, store: &ParamStore) {
     store.allow_unused(".rotary_emb.inv_freq");
     if config.tie_word_embeddings {
-        store.allow_alias("lm_head.weight", "model.embed_tokens.weight");
+        store.allow_alias(HEAD, EMBEDDING);
     }
 }

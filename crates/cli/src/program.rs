@@ -85,7 +85,7 @@ struct Training<S: Start> {
     /// read; of a model on the hub only configuration and tokenizer are fetched.
     #[arg(long, help_heading = None::<&str>)]
     dry_run: bool,
-    /// With --dry-run: print steps, parameters, trained parameters and the memory of rank 0 as a JSON object, in the last line
+    /// With --dry-run: print steps, parameters, trained parameters, bits of frozen values and the memory of rank 0 as a JSON object, in the last line
     #[arg(long, requires = "dry_run", help_heading = None::<&str>)]
     json: bool,
     #[command(flatten)]

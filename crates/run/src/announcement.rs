@@ -5,7 +5,8 @@ use candle_core::Result;
 use candle_parallel::Parameters;
 use candle_trainer::{TrainConfig, check_memory, counted, memory_in_words, peaks_in_words};
 
-use crate::args::lora::adapters_in_words;
+use crate::args::choices::Choice;
+use crate::args::lora::{adapters_in_words, frozen_bits, other_forms};
 use crate::observer::Observers;
 use crate::spec::{RanksMemory, RunSpec};
 use crate::training_run::TrainingRun;
@@ -126,6 +127,15 @@ impl RunSpec {
             "{said}; {up_to}{} per step",
             counted(batches.num_tokens(), "token")
         ));
+        if let (Some(format), Some(bits)) = (self.lora.base_dtype, frozen_bits(whole)) {
+            let name = format.name_of();
+            observers.note(format!(
+                "the matrices beside adapters, --base-dtype {name}: {bits:.1} bits a value, embedding and head counted"
+            ));
+            for line in other_forms(format, whole) {
+                observers.note(line);
+            }
+        }
         let memory = self.memory(&self.model()?)?;
         observers.note(format!(
             "memory of the largest rank, expected: {}",

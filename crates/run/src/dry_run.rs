@@ -12,6 +12,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::args::logs::MetricsOf;
+use crate::args::lora::frozen_bits;
 use crate::args::training::TrainingArgs;
 use crate::observer::Observers;
 use crate::run::Opened;
@@ -30,6 +31,8 @@ pub struct DryRun {
     pub parameters: usize,
     /// Those of them that are trained.
     pub trained_parameters: usize,
+    /// Bits of a value of the matrices that are not trained; `None` without any.
+    pub frozen_bits: Option<f64>,
     /// What rank 0 would hold, as metrics have it.
     pub memory: MemoryReport,
 }
@@ -40,6 +43,7 @@ impl DryRun {
             steps,
             parameters: whole.num_global_values(),
             trained_parameters: whole.num_trainable_values(),
+            frozen_bits: frozen_bits(whole),
             memory: memory.first,
         }
     }

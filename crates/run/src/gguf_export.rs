@@ -10,13 +10,13 @@ use candle_comm::message_of;
 use candle_core::{DType, Error, Result, bail};
 use candle_parallel::Adapter;
 use candle_parallel::checkpoint::{
-    Checkpoint, HfSave, SpaceNeed, TrainingCheckpoint, check_free_space, size_in_words,
+    HfSave, SpaceNeed, TrainingCheckpoint, check_free_space, size_in_words,
 };
 use candle_parallel::gguf::{
     CheckpointWeights, GgmlDType, GgufContent, GgufFile, GgufMetadata, GgufTensor, GgufValue,
     MergedModel, RowChange, Weights,
 };
-use candle_train_models::{GgufType, ModelConfig, gguf_layer};
+use candle_train_models::{CausalLm, GgufType, ModelConfig, gguf_layer};
 use candle_trainer::{Activity, ChatTemplate, Tokenizer, WholeFile, gguf_vocab};
 use tempfile::TempDir;
 
@@ -170,7 +170,10 @@ impl GgufExport {
     pub fn run(&self) -> Result<Vec<String>> {
         self.check_output()?;
         match &self.source {
-            GgufSource::Model(dir) => self.write(&Parts::read(dir, None)?, &Checkpoint::open(dir)?),
+            GgufSource::Model(dir) => {
+                let parts = Parts::read(dir, None)?;
+                self.write(&parts, &CausalLm::open_weights(&parts.config, dir)?)
+            }
             GgufSource::Adapter { model, adapter } => self.write_adapter(model, adapter),
             GgufSource::Checkpoint { checkpoint, model } => {
                 self.write_checkpoint(checkpoint, model.as_deref())
@@ -191,7 +194,7 @@ impl GgufExport {
                 model.display()
             );
         }
-        let base = Checkpoint::open(model)?;
+        let base = CausalLm::open_weights(&parts.config, model)?;
         self.write(&parts, &MergedModel::new(&base, &folded)?)
     }
 
@@ -220,8 +223,9 @@ impl GgufExport {
             }
             fs::write(path, content)?;
         }
-        let source = model.map(Checkpoint::open).transpose()?;
         let parts = Parts::read(files.path(), None)?;
+        let source = model.map(|dir| CausalLm::open_weights(&parts.config, dir));
+        let source = source.transpose()?;
         let weights = CheckpointWeights {
             checkpoint,
             source: source.as_ref(),

@@ -53,7 +53,7 @@ pub use args::evaluation::EvalArgs;
 pub use args::freeze::FreezeArgs;
 pub use args::layout::LayoutArgs;
 pub use args::logs::LogArgs;
-pub use args::lora::LoraArgs;
+pub use args::lora::{LoraArgs, other_forms};
 pub use args::loss_scale::LossScaleArgs;
 pub use args::number::{num_bytes, real, whole, written};
 pub use args::optimizer::OptimizerArgs;

@@ -7,7 +7,7 @@ use candle_core::{Result, bail};
 use candle_trainer::hub::DataUse;
 use candle_trainer::{
     ChatTemplate, Columns, Data, DataSpec, Overlong, RecordEncoder, Samples, TokenCache, Tokenizer,
-    Tokens, counted, held_out,
+    Tokens, counted,
 };
 use jiff::civil::Date;
 
@@ -31,6 +31,22 @@ pub struct TrainingData {
     pub date: Option<Date>,
     /// The chat template, if it is not the model's own.
     pub chosen_template: Option<ChatTemplate>,
+}
+
+impl TrainingData {
+    /// How much of what is evaluated on is trained on, too, in words.
+    fn shared(&self) -> Option<String> {
+        let evaluated = self.eval_samples.as_ref()?;
+        let num_shared = evaluated.num_shared_with(&self.samples);
+        let records = counted(num_shared, "record");
+        (num_shared > 0).then(|| {
+            format!(
+                "trained on and evaluated on: {records} of the {} to evaluate on, which the data has more than once (of a text its sequences count); their \
+                 loss says nothing about what was not seen\nhint: leave repeated records and files out of --data, and the files of --eval-data",
+                evaluated.num_pieces()
+            )
+        })
+    }
 }
 
 /// The model that data is read for.
@@ -73,9 +89,17 @@ impl DataArgs {
         let reader = self.reader(model, (&batches.sequences, seed), date, cache)?;
         let mut read = reader.read(&self.data, DataUse::Training)?;
         if let Some(fraction) = evaluation.eval_fraction {
-            let [trained, held_out] = held_out(read.samples.len(), fraction, seed)?;
-            read.eval_samples = Some(read.samples.only(&held_out)?);
-            read.samples = read.samples.only(&trained)?;
+            let num_records = read.samples.num_pieces();
+            let [trained, held_out] = read.samples.hold_out(fraction, seed)?;
+            if fraction * (num_records as f64) < 0.5 {
+                let part = 100.0 / num_records as f64;
+                read.warnings.push(format!(
+                    "--eval-fraction {fraction} of {} is none: one is held out, {part:.1}% of them",
+                    counted(num_records, "record")
+                ));
+            }
+            read.eval_samples = Some(held_out);
+            read.samples = trained;
         } else if !evaluation.eval_data.is_empty() {
             let of_evaluation = reader.read(&evaluation.eval_data, DataUse::Evaluation)?;
             read.date = read.date.or(of_evaluation.date);
@@ -84,6 +108,7 @@ impl DataArgs {
             read.warnings.extend(of_evaluation.warnings);
             read.inputs.extend(of_evaluation.inputs);
         }
+        read.warnings.extend(read.shared());
         self.check(&batches.sequences, &read)?;
         reader.note_template(model.tokenizer, &mut read);
         Ok(read)

@@ -5,6 +5,15 @@ use std::path::Path;
 /// The endings, for messages.
 pub(crate) const ENDINGS: &str = ".txt, .jsonl, .json, .csv, .tsv or .parquet";
 
+/// What the name of a file in gzip ends with, behind one of the [`ENDINGS`].
+pub(crate) const GZIP_ENDING: &str = ".gz";
+
+/// Whether a file has [`GZIP_ENDING`].
+pub(crate) fn is_gzip(path: &Path) -> bool {
+    let ending = path.extension().and_then(|ending| ending.to_str());
+    ending.is_some_and(|ending| ending.eq_ignore_ascii_case(&GZIP_ENDING[1..]))
+}
+
 /// How a file holds records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FileFormat {
@@ -23,8 +32,17 @@ pub(crate) enum FileFormat {
 }
 
 impl FileFormat {
-    /// That of a file of this name; `None` if it has none of the [`ENDINGS`].
+    /// That of a file of this name; `None` if it has none of the [`ENDINGS`]. All but Parquet may have [`GZIP_ENDING`]
+    /// behind.
     pub fn of(path: &Path) -> Option<Self> {
+        let path = Path::new(path.file_name()?);
+        match is_gzip(path) {
+            true => Self::of_ending(Path::new(path.file_stem()?)).filter(|it| *it != Self::Parquet),
+            false => Self::of_ending(path),
+        }
+    }
+
+    fn of_ending(path: &Path) -> Option<Self> {
         let ending = path.extension()?.to_str()?.to_lowercase();
         match ending.as_str() {
             "txt" => Some(Self::Text),

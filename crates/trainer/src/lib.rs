@@ -65,7 +65,6 @@ pub use eval_batches::EvalBatches;
 pub use evaluation::{EvalHistory, EvalMetrics, Evaluation};
 pub use generate::{GenerateConfig, generate};
 pub use gguf::{GgufVocab, gguf_vocab, template_from_gguf, tokenizer_from_gguf};
-pub use held_out::held_out;
 pub use loss_range::{LossHistory, LossRange};
 pub use lr_schedule::{LrDecay, LrSchedule};
 pub use memory_report::{

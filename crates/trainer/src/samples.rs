@@ -4,7 +4,7 @@
 //! one of the next as its target, so that each token of the text but the first is learned once. Any other record is a piece as it is. Pieces
 //! are put into sequences of T tokens by first-fit, in the order of the data.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -14,6 +14,7 @@ use candle_ops::IGNORE_INDEX;
 use crate::counted::counted;
 use crate::data::{IndexEntry, Overlong, RecordFormat, RecordKind, Tokens};
 use crate::first_fit::FirstFit;
+use crate::held_out::held_out;
 use crate::sample_config::SampleConfig;
 use crate::sample_order::permutation;
 
@@ -87,6 +88,45 @@ impl Samples {
         let pieces = samples.weighted(pieces);
         samples.pack(&pieces);
         Ok(samples)
+    }
+
+    /// These records without some, and the others: `fraction` of the records and of the pieces of texts, rounded, but
+    /// at least one, chosen by `seed`. Each part is put into sequences by itself.
+    ///
+    /// # Errors
+    /// A fraction that leaves nothing to train on.
+    pub fn hold_out(&self, fraction: f64, seed: u64) -> Result<[Self; 2]> {
+        let mut pieces = self.pieces.to_vec();
+        // In the order of the data.
+        pieces.sort_by_key(|piece| (piece.record, piece.start));
+        let [trained, held_out] = held_out(pieces.len(), fraction, seed)?;
+        Ok([trained, held_out].map(|chosen| {
+            let chosen: Vec<Piece> = chosen.iter().map(|&index| pieces[index]).collect();
+            let mut samples = self.clone();
+            samples.pack(&chosen);
+            samples
+        }))
+    }
+
+    /// How many of the records, or pieces of texts, `others` have the same tokens of, too.
+    pub fn num_shared_with(&self, others: &Self) -> usize {
+        let mut counts: HashMap<(u64, u32, u32), usize> = HashMap::new();
+        for piece in self.pieces.iter() {
+            *counts.entry(self.content_of(piece)).or_default() += 1;
+        }
+        let others = others.pieces.iter().map(|piece| others.content_of(piece));
+        others.filter_map(|content| counts.remove(&content)).sum()
+    }
+
+    /// What tells pieces with other tokens apart.
+    fn content_of(&self, piece: &Piece) -> (u64, u32, u32) {
+        let record = &self.tokens.index()[piece.record as usize];
+        (record.checksum, piece.start, piece.len)
+    }
+
+    /// Number of records and pieces of texts.
+    pub fn num_pieces(&self) -> usize {
+        self.pieces.len()
     }
 
     /// All pieces, by the part of the data that they are of.
@@ -176,29 +216,6 @@ impl Samples {
         let starts = (0..pieces.len()).filter(is_first).chain([pieces.len()]);
         self.starts = starts.collect();
         self.pieces = order.iter().map(|&index| pieces[index]).collect();
-    }
-
-    /// Those of these samples that are `chosen`, by their numbers, in this order.
-    ///
-    /// # Errors
-    /// There is no sample of such a number, or none is chosen.
-    pub fn only(&self, chosen: &[usize]) -> Result<Self> {
-        if chosen.is_empty() {
-            bail!("no sample is chosen of {}", self.len());
-        }
-        let (mut pieces, mut starts) = (Vec::new(), vec![0]);
-        for &index in chosen {
-            if index >= self.len() {
-                bail!("there is no sample {index} of {}", self.len());
-            }
-            pieces.extend(self.pieces_of(index));
-            starts.push(pieces.len());
-        }
-        Ok(Self {
-            pieces: pieces.into(),
-            starts: starts.into(),
-            ..self.clone()
-        })
     }
 
     fn pieces_of(&self, index: usize) -> &[Piece] {

@@ -11,7 +11,7 @@ use candle_core::{Result, bail};
 use candle_parallel::checkpoint::read_file;
 use rayon::prelude::*;
 
-use crate::line_borders::{PART_BYTES, has_line_borders, parts};
+use crate::line_borders::{Borders, PART_BYTES, borders_of};
 use crate::special_tokens::{SpecialTokens, read_special_tokens};
 use crate::tokenizer_config::TokenizerConfig;
 
@@ -23,8 +23,8 @@ pub struct Tokenizer {
     /// Spellings of special tokens, by name.
     named: BTreeMap<String, String>,
     max_id: u32,
-    /// Whether long texts may be encoded in parts.
-    has_line_borders: bool,
+    /// Where long texts may be cut, to be encoded in parts.
+    borders: Option<Borders>,
     num_encoded_bytes: Arc<AtomicU64>,
 }
 
@@ -84,7 +84,7 @@ impl Tokenizer {
             .filter_map(|(name, id)| Some((name.to_string(), tokenizer.id_to_token(id?)?)));
         Ok(Self {
             named: named.collect(),
-            has_line_borders: has_line_borders(&tokenizer),
+            borders: borders_of(&tokenizer),
             num_encoded_bytes: Arc::default(),
             tokenizer,
             special,
@@ -127,11 +127,11 @@ impl Tokenizer {
     }
 
     fn encode_with(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {
-        if self.has_line_borders
+        if let Some(borders) = &self.borders
             && text.len() >= 2 * PART_BYTES
             && let Some([before, after]) = self.added_ids(special_tokens)?
         {
-            let parts = parts(text, PART_BYTES).into_par_iter();
+            let parts = borders.parts(text, PART_BYTES).into_par_iter();
             let parts = parts.map(|part| {
                 let ids = self.encode_whole(part, false)?;
                 let num_bytes = part.len() as u64;

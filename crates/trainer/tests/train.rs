@@ -28,6 +28,8 @@ mod json_document;
 mod lr_schedule;
 #[path = "train/metrics.rs"]
 mod metrics;
+#[path = "train/other_programs.rs"]
+mod other_programs;
 #[path = "train/parquet.rs"]
 mod parquet;
 #[path = "train/progress.rs"]

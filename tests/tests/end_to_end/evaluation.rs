@@ -1,13 +1,12 @@
 //! Loss and accuracy on held-out samples: those of a loop over the logits of one rank, on every layout, and without any effect on training.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_parallel::{Pass, Pipeline, Schedule, ZeroStage};
 use candle_trainer::{
     EvalBatches, EvalMetrics, Evaluation, SampleConfig, Samples, Tokens, TrainEvent, Trainer,
-    held_out,
 };
 
 use crate::fixture::{Fixture, Run};
@@ -21,37 +20,31 @@ fn ids(fixture: &Fixture) -> Vec<u32> {
     text.ids[..40 * SEQ_LEN].to_vec()
 }
 
-/// The samples that are held out.
+/// The samples that are held out: 7 of the 40.
 fn samples(fixture: &Fixture) -> Result<Samples> {
     let tokens = Tokens::from_ids(ids(fixture))?;
-    Samples::new(&tokens, SampleConfig::new(SEQ_LEN))?.only(&chosen())
-}
-
-/// 7 of the 39 samples.
-fn chosen() -> Arc<[usize]> {
-    let [training, chosen] = held_out(39, 0.18, 3).unwrap();
-    let mut all = [&training[..], &chosen].concat();
-    all.sort_unstable();
-    assert!(all.into_iter().eq(0..39));
-    assert_eq!(chosen.len(), 7);
-    chosen
+    let all = Samples::new(&tokens, SampleConfig::new(SEQ_LEN))?;
+    let [_, held_out] = all.hold_out(0.18, 3)?;
+    assert_eq!(held_out.len(), 7);
+    Ok(held_out)
 }
 
 /// Mean loss and part of right predictions by a loop over the logits of one rank, in f64.
 fn reference(fixture: &Fixture) -> (f64, f64) {
-    let all = ids(fixture);
+    let samples = samples(fixture).unwrap();
     let result = Mutex::new(None);
     launch(Layout::new(1, 1, 1), |world| {
         let mesh = Mesh::new(world, Layout::new(1, 1, 1).degrees())?;
         let part = load(fixture, &mesh)?;
         let (mut loss, mut num_right, mut num) = (0.0, 0.0, 0.0);
-        for &sample in chosen().iter() {
-            let ids = &all[sample * SEQ_LEN..=(sample + 1) * SEQ_LEN];
-            let batch = Pass::infer(Tensor::new(&ids[..SEQ_LEN], &Device::Cpu)?.unsqueeze(0)?);
+        for index in 0..samples.len() {
+            let sample = samples.get(index)?;
+            let ids = Tensor::new(sample.input_ids, &Device::Cpu)?;
+            let batch = Pass::infer(ids.unsqueeze(0)?);
             let pipeline = Pipeline::new(Schedule::GPipe, &mesh);
             let logits = pipeline.logits(&part, &batch, &Vec::from_iter(0..SEQ_LEN))?;
             let logits = logits.to_dtype(DType::F64)?.to_vec2::<f64>()?;
-            for (row, &target) in logits.iter().zip(&ids[1..]) {
+            for (row, &target) in logits.iter().zip(&sample.targets) {
                 let max = row.iter().copied().fold(f64::MIN, f64::max);
                 let sum: f64 = row.iter().map(|z| (z - max).exp()).sum();
                 loss += max + sum.ln() - row[target as usize];

@@ -203,3 +203,54 @@ fn a_trained_checkpoint_gives_the_same_logits_in_candle_transformers() {
         assert!(largest(&before, &theirs) > 1e-2, "training changed nothing");
     }
 }
+
+/// A model whose embedding is its head, with the weight of both saved as `lm_head.weight`.
+fn with_head_alone(fixture: &Fixture, to: &Path) -> Fixture {
+    let fixture_of_head = fixture.moved_to(to);
+    let model = fixture_of_head.model_dir();
+    std::fs::create_dir_all(&model).unwrap();
+    for entry in std::fs::read_dir(fixture.model_dir()).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
+    }
+    let mut tensors = raw_tensors(&fixture.model_dir());
+    let embedding = tensors.remove("model.embed_tokens.weight").unwrap();
+    tensors.insert("lm_head.weight".to_string(), embedding);
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        let view = safetensors::tensor::TensorView::new(*dtype, shape.clone(), bytes);
+        (name, view.unwrap())
+    });
+    let bytes = safetensors::serialize(views, None).unwrap();
+    std::fs::write(model.join("model.safetensors"), bytes).unwrap();
+    fixture_of_head
+}
+
+#[test]
+fn a_tied_pair_that_is_there_as_the_head_alone_trains_as_the_embedding_does() {
+    let ids = [0u32, 17, 33, 9, 4, 4, 71];
+    for name in ["tied_bias", "f16_tied"] {
+        let (fixture, dir) = (Fixture::new(name), tempdir().unwrap());
+        let of_head = with_head_alone(&fixture, dir.path());
+        let config = fixture.config();
+        CausalLm::check_weights(&config, &of_head.model_dir()).unwrap();
+        let [want, found] = [&fixture, &of_head].map(|fixture| {
+            let output = tempdir().unwrap();
+            let logits = train_and_save(fixture, &ids, output.path(), 5_000_000_000);
+            (logits, raw_tensors(output.path()))
+        });
+        assert_eq!(found.0, want.0, "{name}");
+        let embedding = &want.1["model.embed_tokens.weight"];
+        assert!(*embedding != raw_tensors(&fixture.model_dir())["model.embed_tokens.weight"]);
+        // Under the name that the model has for it, and that of the file.
+        assert!(found.1["lm_head.weight"] == *embedding);
+        assert!(want.1.iter().all(|(name, tensor)| found.1[name] == *tensor));
+        // Of a model that is not tied the embedding is missing.
+        let untied = ModelConfig {
+            tie_word_embeddings: false,
+            ..config
+        };
+        let err = CausalLm::check_weights(&untied, &of_head.model_dir()).unwrap_err();
+        let missing = "tensor model.embed_tokens.weight is missing";
+        assert!(err.to_string().contains(missing), "{err}");
+    }
+}

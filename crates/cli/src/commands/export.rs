@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Error, Result, bail};
 use candle_parallel::checkpoint::{
     Checkpoint, CheckpointManifest, HfSave, TrainingCheckpoint, with_config_dtype,
 };
-use candle_train_models::GgufType;
+use candle_train_models::{CausalLm, GgufType, ModelConfig};
 use candle_train_run::{
     GgufExport, GgufSource, WEIGHTS, base_of, check_base, choice, digest_of_weights, is_adapter,
     num_bytes, print_line, refuse_adapter,
@@ -223,7 +223,8 @@ impl Export {
                 dir.display()
             );
         }
-        Checkpoint::open(&dir).map(Some)
+        let config = ModelConfig::from_file(dir.join("config.json"))?;
+        CausalLm::open_weights(&config, &dir).map(Some)
     }
 
     /// The folder of the model with which the run began.

@@ -11,7 +11,8 @@ use candle_parallel::gguf::GgufReader;
 use candle_parallel::{Adapter, ParamStore, Pipeline, Schedule, WeightFormat};
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_train_run::{
-    GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, choice, real, whole,
+    GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, choice, other_forms,
+    real, whole,
 };
 use candle_trainer::hub::{is_gguf, resolve_model};
 use candle_trainer::{
@@ -356,8 +357,14 @@ impl Generate {
             eprintln!("warning: {warning}");
         }
         let vb = store.builder(self.dtype, mesh.world.device());
+        let part = CausalLm::part(&model.config, &mesh, &vb)?;
+        if let (Some(format), 0) = (self.base_dtype, mesh.world.rank()) {
+            for line in other_forms(format, part.params()) {
+                eprintln!("{line}");
+            }
+        }
         Ok(Writer {
-            part: CausalLm::part(&model.config, &mesh, &vb)?,
+            part,
             pipeline: Pipeline::new(Schedule::GPipe, &mesh),
             sampler: Sampler::new(model.sampling.clone())?,
             has_told: false,

@@ -364,7 +364,8 @@ fn columns_are_named_for_data_and_evaluation_kept_and_compared() {
     let workspace = Workspace::new();
     let (data, eval_data) = (workspace.path("a.csv"), workspace.path("b.csv"));
     fs::write(&data, QUESTIONS).unwrap();
-    fs::write(&eval_data, QUESTIONS.replace("All", "First")).unwrap();
+    let others = QUESTIONS.replace("First", "Second").replace("All", "First");
+    fs::write(&eval_data, others).unwrap();
     let columns = "prompt=question,completion=answer";
     let shown = preview(&workspace)
         .flag("--data", data.display())

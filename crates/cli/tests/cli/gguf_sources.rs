@@ -246,3 +246,26 @@ fn a_modelfile_says_how_ollama_uses_the_file() {
         assert!(text.contains(&format!("PARAMETER {line}\n")), "{text}");
     }
 }
+
+#[test]
+fn a_tied_pair_that_is_there_as_the_head_alone_is_exported_and_counted() {
+    let workspace = Workspace::with_model("tied_bias");
+    let model = workspace.path("model");
+    let inspected = || {
+        let said = candle_train("inspect").argument(model.display()).succeeds();
+        let lines = said.stdout.lines().map(str::to_string);
+        Vec::from_iter(lines.filter(|line| line.starts_with("parameters")))
+    };
+    let written = || {
+        let file = workspace.path("model.gguf");
+        export(&model, &file).switch("--overwrite").succeeds();
+        fs::read(file).unwrap()
+    };
+    let want = (inspected(), written());
+    workspace.edit_weights(|tensors| {
+        let embedding = tensors.remove("model.embed_tokens.weight").unwrap();
+        tensors.insert("lm_head.weight".to_string(), embedding);
+    });
+    assert_eq!(inspected(), want.0);
+    assert!(written() == want.1);
+}

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Result, bail};
 use half::{bf16, f16};
@@ -29,6 +29,8 @@ pub struct Checkpoint {
     dir: PathBuf,
     maps: Vec<(PathBuf, Mmap)>,
     tensors: BTreeMap<String, TensorEntry>,
+    /// Second names: (name, second name).
+    aliases: Mutex<BTreeMap<String, String>>,
     num_read_bytes: Arc<AtomicU64>,
 }
 
@@ -107,6 +109,7 @@ impl Checkpoint {
             dir: dir.to_path_buf(),
             maps: Vec::new(),
             tensors: BTreeMap::new(),
+            aliases: Mutex::default(),
             num_read_bytes: Arc::default(),
         }
     }
@@ -231,6 +234,12 @@ impl Checkpoint {
         &self.dir
     }
 
+    /// Takes the tensor `alias` for `name` where there is none of that name: a tied pair that was written once.
+    pub fn allow_alias(&self, alias: &str, name: &str) {
+        let mut aliases = self.aliases.lock().unwrap_or_else(PoisonError::into_inner);
+        aliases.insert(name.to_string(), alias.to_string());
+    }
+
     /// How many files the tensors are in.
     pub fn num_files(&self) -> usize {
         self.maps.len()
@@ -267,12 +276,15 @@ impl Checkpoint {
         Ok(hasher.finish())
     }
 
-    /// Where tensor `name` lies; an error that suggests similar names if it is nowhere.
+    /// Where tensor `name` lies, or its [alias](Self::allow_alias); an error that suggests similar names if it is
+    /// nowhere.
     ///
     /// # Errors
     /// There is no such tensor.
     pub fn entry(&self, name: &str) -> Result<&TensorEntry> {
-        let Some(entry) = self.tensors.get(name) else {
+        let aliases = self.aliases.lock().unwrap_or_else(PoisonError::into_inner);
+        let by_alias = || self.tensors.get(aliases.get(name)?);
+        let Some(entry) = self.tensors.get(name).or_else(by_alias) else {
             bail!(
                 "tensor {name} is missing from the checkpoint in {} ({} tensors){}",
                 self.dir.display(),

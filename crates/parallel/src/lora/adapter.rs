@@ -53,6 +53,13 @@ impl Adapter {
         let of_file = |err: candle_core::Error| err.context(path.display().to_string());
         // Before the weights, which are others in other kinds of adapters.
         let fields = adapter_config::supported(&text).map_err(of_file)?;
+        if dir.join(ADAPTER_WEIGHTS_FILE).symlink_metadata().is_err() {
+            bail!(
+                "{} has no {ADAPTER_WEIGHTS_FILE}\nhint: only safetensors weights are read; convert an adapter_model.bin file first: peft's \
+                 save_pretrained writes the adapter that it has loaded so",
+                dir.display()
+            );
+        }
         let weights = Checkpoint::open_file(dir, ADAPTER_WEIGHTS_FILE)?;
         let modules = modules(&weights)?;
         let config = adapter_config::from_fields(&fields, &modules).map_err(of_file)?;

@@ -110,6 +110,11 @@ impl ParamSpec {
         self.form.name()
     }
 
+    /// Bits that a value takes in that form.
+    pub fn bits(&self) -> f64 {
+        self.form.bits()
+    }
+
     /// How it lies on tensor-parallel rank `tp_rank`.
     pub fn placement(&self, tp_rank: usize) -> Placement {
         match &self.partition {

@@ -245,8 +245,12 @@ impl ParamStore {
         self
     }
 
-    /// Accepts that a checkpoint holds parameter `name` a second time, as `alias`: tied weights, written twice.
+    /// Accepts that a checkpoint holds parameter `name` a second time, as `alias`, or under that name alone: tied
+    /// weights.
     pub fn allow_alias(&self, alias: &str, name: &str) {
+        if let Some(checkpoint) = self.source.checkpoint() {
+            checkpoint.allow_alias(alias, name);
+        }
         let mut state = self.lock();
         let aliases = &mut state.allowance.aliases;
         aliases.insert(alias.to_string(), name.to_string());
@@ -278,7 +282,7 @@ impl ParamStore {
     /// Whether the source can give a parameter of this name.
     pub(crate) fn contains(&self, name: &str) -> bool {
         let checkpoint = self.source.checkpoint();
-        checkpoint.is_none_or(|checkpoint| checkpoint.tensors().contains_key(name))
+        checkpoint.is_none_or(|checkpoint| checkpoint.entry(name).is_ok())
     }
 
     /// The global shape a parameter has in the checkpoint, if there is one.

@@ -49,6 +49,14 @@ impl Form {
         }
     }
 
+    /// Bits of a value.
+    pub fn bits(self) -> f64 {
+        match self {
+            Self::Floats(dtype) => 8.0 * dtype.size_in_bytes() as f64,
+            Self::Blocks(blocks) => 8.0 * blocks.type_size() as f64 / blocks.block_size() as f64,
+        }
+    }
+
     /// Type of what is held.
     pub fn held_dtype(self) -> DType {
         match self {

@@ -320,3 +320,19 @@ fn a_layer_of_ones_own_takes_an_adapter_from_the_builder() {
         &ys,
     );
 }
+
+#[test]
+fn an_adapter_without_safetensors_says_how_it_gets_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = r#"{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}"#;
+    std::fs::write(dir.path().join("adapter_config.json"), config).unwrap();
+    std::fs::write(dir.path().join("adapter_model.bin"), "pickled").unwrap();
+    let err = candle_parallel::Adapter::open(dir.path()).unwrap_err();
+    let parts = [
+        "has no adapter_model.safetensors",
+        "hint: only safetensors weights are read; convert an adapter_model.bin",
+    ];
+    for part in parts {
+        assert!(err.to_string().contains(part), "{err}");
+    }
+}

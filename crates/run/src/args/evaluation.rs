@@ -19,7 +19,7 @@ pub struct EvalArgs {
     #[arg(long, num_args = 1.., value_name = "PATH[:WEIGHT]", conflicts_with = "eval_fraction")]
     #[serde(serialize_with = "texts")]
     pub eval_data: Vec<DataSpec>,
-    /// Evaluate on this part of the samples of --data, chosen by --seed, and train on the others [default: no evaluation]
+    /// Evaluate on this part of the records of --data, of a text of its sequences, chosen by --seed, and train on the others [default: no evaluation]
     #[arg(long, value_name = "FRACTION", value_parser = real((Excluded(0.0), Excluded(1.0))))]
     pub eval_fraction: Option<f64>,
     /// Evaluate after every so many steps, too [default: after the last step only]

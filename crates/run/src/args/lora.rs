@@ -1,10 +1,14 @@
 //! Flags about low-rank adapters.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound::{Excluded, Unbounded};
 use std::path::{Path, PathBuf};
 
+use candle_core::quantized::GgmlDType;
 use candle_core::{Result, bail};
-use candle_parallel::{Adapter, LoraConfig, LoraTargets, ParamStore, Parameters, WeightFormat};
+use candle_parallel::{
+    Adapter, LoraConfig, LoraTargets, ParamSpec, ParamStore, Parameters, WeightFormat,
+};
 use candle_trainer::{TrainingRecord, counted};
 use clap::Args;
 use serde::Serialize;
@@ -43,7 +47,7 @@ pub struct LoraArgs {
     /// Form of the weights beside adapters; q4k (QLoRA) takes the least memory [default: --dtype]
     ///
     /// It is a number's type, or blocks of 8.5 (q8_0) or 4.5 bits a value (q4k), which are unpacked where they are used; embedding and head are
-    /// in bf16 then. Needs --lora-rank or --adapter.
+    /// in bf16 then. Weights whose rows are no multiple of 256 values have q8_0 in place of q4k, which is told. Needs --lora-rank or --adapter.
     #[arg(long, ignore_case = true, value_name = "FORM", value_parser = choice::<WeightFormat>())]
     #[serde(serialize_with = "some_by_name")]
     pub base_dtype: Option<WeightFormat>,
@@ -181,6 +185,49 @@ impl LoraArgs {
         record.settings.extend(settings);
         Ok(())
     }
+}
+
+/// The matrices of a model that are not trained, and no adapters.
+fn frozen_matrices(params: &Parameters) -> impl Iterator<Item = &ParamSpec> {
+    let params = params.catalog().iter();
+    params.filter(|param| !param.trainable && !param.is_adapter && param.shape.len() == 2)
+}
+
+/// Bits of a value of the matrices that are not trained; `None` if there are none.
+pub(crate) fn frozen_bits(params: &Parameters) -> Option<f64> {
+    let num_values: usize = frozen_matrices(params).map(ParamSpec::num_values).sum();
+    let bits = frozen_matrices(params).map(|param| param.bits() * param.num_values() as f64);
+    (num_values > 0).then(|| bits.sum::<f64>() / num_values as f64)
+}
+
+/// What is not held in `format`, as its rows are no whole blocks: lines.
+pub fn other_forms(format: WeightFormat, params: &Parameters) -> Vec<String> {
+    let block = match format {
+        WeightFormat::Q4K => GgmlDType::Q4K.block_size(),
+        WeightFormat::Q8_0 => GgmlDType::Q8_0.block_size(),
+        _ => 1,
+    };
+    let mut others: BTreeMap<(usize, &str, String), BTreeSet<&str>> = BTreeMap::new();
+    // Those of the first and the last block are in bf16 whatever their rows are.
+    let last = params.model().layout().num_blocks() - 1;
+    for param in frozen_matrices(params) {
+        let width = param.shape[1];
+        let is_inner = !param.blocks.iter().any(|block| [0, last].contains(block));
+        if is_inner && !width.is_multiple_of(block) {
+            let module = param.name.trim_end_matches(".weight");
+            let name = module.rsplit('.').next().unwrap_or(module);
+            let key = (width, param.form(), param.bits().to_string());
+            others.entry(key).or_default().insert(name);
+        }
+    }
+    let lines = others.into_iter().map(|((width, form, bits), names)| {
+        format!(
+            "{form} ({bits} bits a value) in place of {}, as rows of {width} values are no whole blocks of {block}: {}",
+            format.name_of(),
+            Vec::from_iter(names).join(", ")
+        )
+    });
+    lines.collect()
 }
 
 /// What the adapters of a model are, in words; empty if it has none.

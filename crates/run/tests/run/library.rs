@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use candle_core::{Error, Result};
-use candle_train_run::{Finetune, Observer, Observers, Pretrain, RunEvent};
-use candle_trainer::TrainEvent;
+use candle_parallel::WeightFormat;
+use candle_train_run::{DryRun, Finetune, Observer, Observers, Pretrain, RunEvent};
+use candle_trainer::{DataSpec, TrainEvent};
 use tempfile::tempdir;
 
 pub fn fixture(name: &str) -> PathBuf {
@@ -252,4 +253,92 @@ fn runs_beside_each_other_do_not_disturb_each_other() {
     for (alone, beside) in alone.iter().zip(&beside) {
         assert!(weights(alone) == weights(beside), "{}", alone.display());
     }
+}
+
+/// What a dry run says: its lines and warnings.
+fn said(run: &Finetune) -> (DryRun, String) {
+    let lines: Arc<Mutex<Vec<String>>> = Arc::default();
+    let noted = lines.clone();
+    let observe = move |event: &RunEvent| {
+        if let RunEvent::Note(line) | RunEvent::Warning(line) = event {
+            noted.lock().unwrap().push(line.to_string());
+        }
+        ControlFlow::Continue(())
+    };
+    let told = run.dry_run_with(Observers::none().and(observe)).unwrap();
+    let lines = lines.lock().unwrap().join("\n");
+    (told, lines)
+}
+
+#[test]
+fn what_is_held_out_and_trained_on_is_counted() {
+    let dir = tempdir().unwrap();
+    let data = dir.path().join("a.jsonl");
+    let lines =
+        (0..20).map(|index| format!("{{\"prompt\": \"{index}\", \"completion\": \"x\"}}\n"));
+    let lines: String = lines.collect();
+    fs::write(&data, &lines).unwrap();
+    let run = |path: &Path| {
+        let mut run = finetune(&dir.path().join("out"));
+        run.data.data = vec![DataSpec::new(path)];
+        run
+    };
+    let mut once = run(&data);
+    once.training.evaluation.eval_fraction = Some(0.1);
+    let (_, words) = said(&once);
+    assert!(
+        words.contains("evaluation on 2 records of prompt and completion, "),
+        "{words}"
+    );
+    assert!(!words.contains("trained on and evaluated on"), "{words}");
+    // A part that is less than one.
+    once.training.evaluation.eval_fraction = Some(0.01);
+    let (_, words) = said(&once);
+    let want = "--eval-fraction 0.01 of 20 records is none: one is held out, 5.0% of them";
+    assert!(words.contains(want), "{words}");
+    // The file twice, each record twice, and the file that is trained on.
+    let mut twice = run(&data);
+    twice.data.data.push(DataSpec::new(&data));
+    twice.training.evaluation.eval_fraction = Some(0.1);
+    let both = dir.path().join("both.jsonl");
+    fs::write(&both, lines.repeat(2)).unwrap();
+    let mut repeated = run(&both);
+    repeated.training.evaluation.eval_fraction = Some(0.1);
+    let mut same = run(&data);
+    same.training.evaluation.eval_data = vec![DataSpec::new(&data)];
+    for (run, num_shared, num_evaluated) in [(twice, 4, 4), (repeated, 4, 4), (same, 20, 20)] {
+        let (_, words) = said(&run);
+        let want = format!(
+            "trained on and evaluated on: {num_shared} records of the {num_evaluated} to evaluate on"
+        );
+        assert!(words.contains(&want), "{words}");
+    }
+}
+
+#[test]
+fn rows_that_are_no_whole_blocks_are_told_with_their_bits() {
+    let dir = tempdir().unwrap();
+    let mut run = finetune(&dir.path().join("out")).lora(4);
+    let (told, words) = said(&run);
+    assert_eq!(told.frozen_bits, Some(32.0));
+    assert!(!words.contains("bits a value"), "{words}");
+    run.start.adapters.base_dtype = Some(WeightFormat::Q4K);
+    let (told, words) = said(&run);
+    // Rows of 32 and 56 values: of the first come blocks of 32, of the others none.
+    for line in [
+        "q8_0 (8.5 bits a value) in place of q4k, as rows of 32 values are no whole blocks of 256: gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+        "bf16 (16 bits a value) in place of q4k, as rows of 56 values are no whole blocks of 256: down_proj",
+    ] {
+        assert!(words.lines().any(|said| said == line), "{line}\n{words}");
+    }
+    // Of 4 layers; embedding and head in 16 bits.
+    let blocks = 4.0 * (32.0 * (32.0 + 16.0 + 16.0 + 32.0) + 2.0 * 56.0 * 32.0);
+    let halves = 4.0 * 56.0 * 32.0 + 2.0 * 307.0 * 32.0;
+    let want = (8.5 * blocks + 16.0 * halves) / (blocks + halves);
+    assert!(
+        (told.frozen_bits.unwrap() - want).abs() < 1e-9,
+        "{told:?}, expected {want}"
+    );
+    let line = format!("--base-dtype q4k: {want:.1} bits a value");
+    assert!(words.contains(&line), "{words}");
 }

@@ -1,7 +1,6 @@
 //! The rows of a file of cells with commas or tabs between them, as records.
 
-use std::fs::File;
-use std::io::{BufReader, Chain, Read, Take};
+use std::io::{Chain, Read, Take};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -9,6 +8,8 @@ use candle_core::{Result, bail};
 use csv::{ByteRecord, Reader, ReaderBuilder, Terminator};
 use minijinja::Value;
 
+use super::data_file::DataBytes;
+use super::file_records::MAX_RECORD_BYTES;
 use crate::counted;
 use crate::record_error::RecordError;
 
@@ -18,7 +19,7 @@ const END: &[u8] = "\n\u{FDD2}end\u{FDD3}\n".as_bytes();
 /// The rows of a file, read one by one.
 pub(crate) struct CsvRows {
     path: PathBuf,
-    reader: Reader<Chain<BufReader<Take<File>>, &'static [u8]>>,
+    reader: Reader<Chain<Take<DataBytes>, &'static [u8]>>,
     columns: Arc<[String]>,
     line: u64,
 }
@@ -34,14 +35,14 @@ impl CsvRows {
     ///
     /// # Errors
     /// It cannot be read; a quote that is never closed, a name that is no text, two columns of one name.
-    pub fn open(path: &Path, file: BufReader<Take<File>>, delimiter: u8) -> Result<Option<Self>> {
+    pub fn open(path: &Path, file: DataBytes, delimiter: u8) -> Result<Option<Self>> {
         // `\r\n` as the end of a line would make the reader count lines wrongly.
         let reader = ReaderBuilder::new()
             .delimiter(delimiter)
             .terminator(Terminator::Any(b'\n'))
             .has_headers(false)
             .flexible(true)
-            .from_reader(file.chain(END));
+            .from_reader(file.take(0).chain(END));
         let mut rows = Self {
             path: path.to_path_buf(),
             reader,
@@ -63,7 +64,7 @@ impl CsvRows {
     /// The next row, or `None` after the last.
     ///
     /// # Errors
-    /// The file cannot be read; a quote that is never closed.
+    /// The file cannot be read; a quote that is never closed, or only after so much that no record has it.
     pub fn next_row(&mut self) -> Result<Option<CsvRow>> {
         let cells = self.next_cells()?;
         Ok(cells.map(|cells| CsvRow {
@@ -76,8 +77,17 @@ impl CsvRows {
     fn next_cells(&mut self) -> Result<Option<ByteRecord>> {
         let mut cells = ByteRecord::new();
         loop {
+            self.bytes_of_row().set_limit(MAX_RECORD_BYTES as u64 + 1);
+            let line = self.reader.position().line();
             if let Err(err) = self.reader.read_byte_record(&mut cells) {
                 bail!("cannot read data file {:?}: {err}", self.path);
+            }
+            if self.bytes_of_row().limit() == 0 {
+                bail!(
+                    "{} line {line}: the row has more than 64 MB, which is the most that is read of a record\nhint: is a quote never closed? In a quoted \
+                     cell a quote is written twice",
+                    self.path.display()
+                );
             }
             let next_line = self.reader.position().line();
             let is_line_feed = |byte: &&u8| **byte == b'\n';
@@ -106,6 +116,11 @@ impl CsvRows {
                 return Ok(Some(cells));
             }
         }
+    }
+
+    /// What is left of the bytes that a row may have.
+    fn bytes_of_row(&mut self) -> &mut Take<DataBytes> {
+        self.reader.get_mut().get_mut().0
     }
 
     fn column_names(&self, cells: &ByteRecord) -> Result<Arc<[String]>> {

@@ -1,11 +1,12 @@
 //! One file of a data set.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Take};
+use std::io::{BufRead, BufReader, Cursor, Error as IoError, ErrorKind, Read, Take};
 use std::path::PathBuf;
 
 use candle_core::{Error, Result, bail};
-use candle_parallel::checkpoint::{open_file, read_file};
+use candle_parallel::checkpoint::open_file;
+use flate2::bufread::MultiGzDecoder;
 
 use crate::file_format::FileFormat;
 
@@ -18,45 +19,43 @@ pub(crate) struct DataFile {
     pub source: usize,
 }
 
+/// What a file says, decompressed.
+pub(super) type DataBytes = BufReader<Box<dyn Read + Send>>;
+
 /// The byte-order mark of UTF-8.
-const BOM: &[u8] = "\u{feff}".as_bytes();
+pub(super) const BOM: char = '\u{feff}';
+/// How a file in gzip begins.
+const GZIP: &[u8] = b"\x1f\x8b\x08";
+/// How files begin that are compressed in ways that are not read, and what these are called.
+const OTHERS: [(&[u8], &str); 4] = [
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"\xfd7zXZ\0", "xz"),
+    (b"BZh91AY&SY", "bzip2"),
+    (b"PK\x03\x04", "zip"),
+];
 
 impl DataFile {
-    /// Its bytes without a byte-order mark, as many as it has now: one that grows has an end.
+    /// Its bytes without a byte-order mark, as many as it has now: one that grows has an end. A file in gzip, whatever
+    /// it is called, is decompressed.
     ///
     /// # Errors
-    /// It cannot be read, or is in UTF-16.
-    pub fn open(&self) -> Result<BufReader<Take<File>>> {
+    /// It cannot be read, is in UTF-16 or compressed in another way.
+    pub fn open(&self) -> Result<DataBytes> {
         let opened = open_file(&self.path).and_then(|opened| {
             let len = opened.metadata()?.len();
-            let mut bytes = BufReader::new(opened.take(len));
-            let start = bytes.fill_buf()?;
-            let is_utf16 = is_utf16(start);
-            if start.starts_with(BOM) {
-                bytes.consume(BOM.len());
-            }
-            Ok((bytes, is_utf16))
+            decoded(BufReader::new(opened.take(len)))
         });
-        match opened {
-            Ok((_, true)) => Err(self.utf16_error()),
-            Ok((bytes, false)) => Ok(bytes),
-            Err(err) => Err(self.unreadable(&err)),
-        }
+        opened.map_err(|err| self.unreadable(&err))
     }
 
     /// All bytes of [`Self::open`].
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn read(&self) -> Result<Vec<u8>> {
-        match read_file(&self.path) {
-            Ok(bytes) if is_utf16(&bytes) => Err(self.utf16_error()),
-            Ok(mut bytes) => {
-                if bytes.starts_with(BOM) {
-                    bytes.drain(..BOM.len());
-                }
-                Ok(bytes)
-            }
+    fn read(&self) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        match self.open()?.read_to_end(&mut bytes) {
+            Ok(_) => Ok(bytes),
             Err(err) => Err(self.unreadable(&err)),
         }
     }
@@ -82,13 +81,37 @@ impl DataFile {
     pub fn unreadable(&self, err: &std::io::Error) -> Error {
         Error::msg(format!("cannot read data file {:?}: {err}", self.path))
     }
+}
 
-    fn utf16_error(&self) -> Error {
-        Error::msg(format!(
-            "data file {:?} is in UTF-16, expected UTF-8\nhint: convert it, e.g. with iconv -f UTF-16 -t UTF-8",
-            self.path
-        ))
+/// What a file says, from its bytes.
+fn decoded(mut file: BufReader<Take<File>>) -> std::io::Result<DataBytes> {
+    let start = file.fill_buf()?;
+    if let Some((_, name)) = OTHERS.iter().find(|(begin, _)| start.starts_with(begin)) {
+        return Err(IoError::new(
+            ErrorKind::InvalidData,
+            format!(
+                "it is compressed with {name}; expected a file in gzip, or one that is not compressed\nhint: decompress it"
+            ),
+        ));
     }
+    let mut bytes: Box<dyn Read + Send> = match start.starts_with(GZIP) {
+        true => Box::new(MultiGzDecoder::new(file)),
+        false => Box::new(file),
+    };
+    let mut start = Vec::new();
+    (&mut bytes)
+        .take(BOM.len_utf8() as u64)
+        .read_to_end(&mut start)?;
+    if is_utf16(&start) {
+        return Err(IoError::new(
+            ErrorKind::InvalidData,
+            "it is in UTF-16, expected UTF-8\nhint: convert it, e.g. with iconv -f UTF-16 -t UTF-8",
+        ));
+    }
+    if start == BOM.to_string().as_bytes() {
+        start.clear();
+    }
+    Ok(BufReader::new(Box::new(Cursor::new(start).chain(bytes))))
 }
 
 /// Whether a file begins with the byte-order mark of UTF-16, as programs for Windows write it.

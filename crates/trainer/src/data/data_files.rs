@@ -14,7 +14,7 @@ use super::data_spec::DataSpec;
 use super::file_records::FileRecords;
 use super::record::Record;
 use crate::few::few;
-use crate::file_format::{ENDINGS, FileFormat};
+use crate::file_format::{ENDINGS, FileFormat, GZIP_ENDING, is_gzip};
 use crate::hub::{DataUse, resolve_dataset};
 
 /// The files of a data set, in a fixed order.
@@ -29,7 +29,9 @@ pub struct Data {
 }
 
 fn hint() -> String {
-    format!("hint: give a file that ends in {ENDINGS}, a folder of such files, or a glob in quotes")
+    format!(
+        "hint: give a file that ends in {ENDINGS} (all but the last also with {GZIP_ENDING} behind), a folder of such files, or a glob in quotes"
+    )
 }
 
 impl Data {
@@ -250,6 +252,14 @@ impl Data {
     /// What was taken and what was left where a data set on a hub has more than one split, a line each.
     pub fn choices(&self) -> &[String] {
         &self.choices
+    }
+
+    /// Size of what all files say; `None` if some are compressed.
+    pub(crate) fn num_text_bytes(&self) -> Result<Option<u64>> {
+        match self.files().any(is_gzip) {
+            true => Ok(None),
+            false => self.num_bytes().map(Some),
+        }
     }
 
     /// Size of all files.

@@ -1,22 +1,25 @@
 //! The records of files, one after the other, before anything is made of them.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Take};
+use std::io::{BufRead, Read};
 
-use candle_core::Result;
-#[cfg(not(feature = "parquet"))]
-use candle_core::bail;
+use candle_core::{Result, bail};
 use minijinja::Value;
+use minijinja::value::ValueKind;
 
 use super::columns::MappedColumns;
 use super::csv_rows::{CsvRow, CsvRows};
-use super::data_file::DataFile;
+use super::data_file::{DataBytes, DataFile};
 use super::data_files::Data;
 use super::json_document::document;
+use super::json_text::{NOT_UTF8, json_value};
 use super::record::{ParsedRecord, Record, RecordFormat};
 use super::record_location::{Place, RecordLocation};
 use crate::file_format::FileFormat;
 use crate::record_error::RecordError;
+
+/// The longest record that is read, but for files that are one text: what is made of it takes many times as much
+/// memory.
+pub(super) const MAX_RECORD_BYTES: usize = 64_000_000;
 
 /// A record as its file has it.
 pub(crate) struct RawRecord {
@@ -50,9 +53,10 @@ impl RawRecord {
             Content::NoText(reason) => Err(reason.into()),
             Content::Value(value) => ParsedRecord::of(&value, columns),
             Content::Row(row) => ParsedRecord::of(&row.to_object()?, columns),
-            Content::Json(line) => match serde_json::from_slice::<Value>(&line) {
-                Ok(value) => ParsedRecord::of(&value, columns),
-                Err(err) => Err(format!("it is not valid JSON: {err}").into()),
+            Content::Json(line) => match std::str::from_utf8(&line).map(json_value) {
+                Ok(Ok(value)) => ParsedRecord::of(&value, columns),
+                Ok(Err(err)) => Err(format!("it is not valid JSON: {err}").into()),
+                Err(_) => Err(NOT_UTF8.to_string().into()),
             },
         }
     }
@@ -64,8 +68,24 @@ impl RawRecord {
             Content::Json(line) => line.len(),
             Content::Row(row) => row.num_bytes(),
             Content::NoText(_) => 0,
-            Content::Value(_) => 1024,
+            Content::Value(value) => num_bytes_of(value),
         }
+    }
+}
+
+/// Bytes of a value as JSON, about.
+fn num_bytes_of(value: &Value) -> usize {
+    let parts = || value.try_iter().into_iter().flatten();
+    match value.kind() {
+        ValueKind::String => value.as_str().unwrap_or_default().len(),
+        ValueKind::Seq => parts().map(|item| 1 + num_bytes_of(&item)).sum(),
+        ValueKind::Map => parts()
+            .map(|name| {
+                let field = value.get_item(&name).unwrap_or_default();
+                1 + num_bytes_of(&name) + num_bytes_of(&field)
+            })
+            .sum(),
+        _ => size_of::<f64>(),
     }
 }
 
@@ -86,9 +106,9 @@ struct OpenFile<'a> {
 
 enum Records {
     Whole(Option<Content>),
-    Lines(BufReader<Take<File>>),
+    Lines(DataBytes),
     Values(std::vec::IntoIter<Value>),
-    Cells(CsvRows),
+    Cells(Box<CsvRows>),
     #[cfg(feature = "parquet")]
     Rows(super::parquet_rows::ParquetRows),
 }
@@ -105,7 +125,8 @@ impl<'a> FileRecords<'a> {
     /// The next record, or `None` after the last.
     ///
     /// # Errors
-    /// A file that cannot be read or is not what its ending says. A line that is no record is not an error here.
+    /// A file that cannot be read or is not what its ending says; a record that is too long. A line that is no record
+    /// is not an error here.
     pub fn next_record(&mut self) -> Result<Option<RawRecord>> {
         loop {
             if let Some(open) = &mut self.open {
@@ -114,12 +135,20 @@ impl<'a> FileRecords<'a> {
                         file: open.index,
                         place: open.place(),
                     };
-                    let source = open.file.source as u32;
-                    return Ok(Some(RawRecord {
+                    let record = RawRecord {
                         location,
-                        source,
+                        source: open.file.source as u32,
                         content,
-                    }));
+                    };
+                    let is_text = matches!(record.content, Content::Text(_));
+                    if !is_text && record.num_bytes() > MAX_RECORD_BYTES {
+                        bail!(
+                            "{}: the record has more than 64 MB, which is the most that is read of one\nhint: cut it into several; a text of any \
+                             length can be a .txt file of its own",
+                            self.data.describe(location)
+                        );
+                    }
+                    return Ok(Some(record));
                 }
                 self.open = None;
             }
@@ -144,7 +173,8 @@ impl OpenFile<'_> {
             Records::Values(values) => Ok(values.next().map(Content::Value)),
             Records::Lines(lines) => loop {
                 let mut line = Vec::new();
-                if let Err(err) = lines.read_until(b'\n', &mut line) {
+                let mut next = lines.by_ref().take(MAX_RECORD_BYTES as u64 + 1);
+                if let Err(err) = next.read_until(b'\n', &mut line) {
                     return Err(self.file.unreadable(&err));
                 }
                 if line.is_empty() {
@@ -189,7 +219,7 @@ fn open(file: &DataFile, data: &Data) -> Result<Records> {
 
 fn cells(file: &DataFile, delimiter: u8) -> Result<Records> {
     match CsvRows::open(&file.path, file.open()?, delimiter)? {
-        Some(rows) => Ok(Records::Cells(rows)),
+        Some(rows) => Ok(Records::Cells(Box::new(rows))),
         None => Ok(Records::Whole(Some(content_of(String::new())))),
     }
 }

@@ -1,6 +1,6 @@
 //! Files of JSON that are one document, not a record in each line.
 
-use std::io::BufRead;
+use std::io::{BufRead, Read};
 
 use candle_core::{Result, bail};
 use minijinja::Value;
@@ -10,6 +10,8 @@ use serde_json::Deserializer;
 
 use super::columns::Columns;
 use super::data_file::DataFile;
+use super::file_records::MAX_RECORD_BYTES;
+use super::json_text::{json_value, json_values};
 use super::preferences::PREFERENCES;
 use super::record_fields::FIELDS;
 use crate::chat::MASKS_OF_RECORDS;
@@ -24,35 +26,43 @@ use crate::file_format::FileFormat;
 /// The file cannot be read; a file of the ending `.json` that is neither.
 pub(super) fn document(file: &DataFile, columns: &Columns) -> Result<Option<Vec<Value>>> {
     let mut bytes = file.open()?;
-    let line = next_line(file, &mut bytes)?;
     let is_lines = file.format == FileFormat::JsonLines;
-    match serde_json::from_slice::<Value>(&line) {
-        Ok(value) if value.kind() == ValueKind::Map && list_of(&value, columns).is_none() => {
-            Ok(None)
+    let line = next_line(file, &mut bytes, is_lines)?;
+    let is_cut = is_lines && line.len() > MAX_RECORD_BYTES;
+    let value = std::str::from_utf8(&line).map(json_value);
+    match value {
+        // A line that is damaged or too long is no reason to have all of a file in memory.
+        _ if is_cut && !(line.starts_with(b"[") && begins_with_value(file)?) => return Ok(None),
+        _ if is_cut => {}
+        Ok(Ok(value)) if value.kind() == ValueKind::Map && list_of(&value, columns).is_none() => {
+            return Ok(None);
         }
-        Ok(value) if next_line(file, &mut bytes)?.is_empty() => {
-            Ok(Some(records_of(value, columns)))
+        Ok(Ok(value)) if next_line(file, &mut bytes, is_lines)?.is_empty() => {
+            return Ok(Some(records_of(value, columns)));
         }
-        Ok(_) if is_lines => Ok(None),
-        // A line that is damaged is no reason to have all of a file in memory.
-        Err(err) if is_lines && !(err.is_eof() && begins_with_value(file)?) => Ok(None),
-        _ => {
-            let values = values(file)?.into_iter();
-            Ok(Some(
-                values
-                    .flat_map(|value| records_of(value, columns))
-                    .collect(),
-            ))
-        }
+        Ok(Err(err)) if is_lines && err.is_eof() && begins_with_value(file)? => {}
+        _ if is_lines => return Ok(None),
+        _ => {}
     }
+    let values = values(file)?.into_iter();
+    Ok(Some(
+        values
+            .flat_map(|value| records_of(value, columns))
+            .collect(),
+    ))
 }
 
-/// The next line that is not blank; empty at the end.
-fn next_line(file: &DataFile, bytes: &mut impl BufRead) -> Result<Vec<u8>> {
+/// The next line that is not blank; empty at the end. Of one that is too long to be a record the beginning, where that
+/// is all that `is_limited` asks for.
+fn next_line(file: &DataFile, bytes: &mut impl BufRead, is_limited: bool) -> Result<Vec<u8>> {
     let mut line = Vec::new();
+    let most = match is_limited {
+        true => MAX_RECORD_BYTES as u64 + 1,
+        false => u64::MAX,
+    };
     loop {
         line.clear();
-        match bytes.read_until(b'\n', &mut line) {
+        match bytes.by_ref().take(most).read_until(b'\n', &mut line) {
             Ok(num_bytes) if num_bytes > 0 && line.trim_ascii().is_empty() => {}
             Ok(_) => return Ok(line),
             Err(err) => return Err(file.unreadable(&err)),
@@ -67,9 +77,7 @@ fn begins_with_value(file: &DataFile) -> Result<bool> {
 }
 
 fn values(file: &DataFile) -> Result<Vec<Value>> {
-    let bytes = file.read()?;
-    let values = Deserializer::from_slice(&bytes).into_iter::<Value>();
-    match values.collect::<std::result::Result<Vec<_>, _>>() {
+    match json_values(&file.read_text()?) {
         Ok(values) if values.is_empty() => {
             bail!("data file {:?} is not valid JSON: it is empty", file.path)
         }

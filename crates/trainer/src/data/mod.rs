@@ -12,6 +12,7 @@ mod data_spec;
 mod encode_data;
 mod file_records;
 mod json_document;
+mod json_text;
 mod overlong;
 #[cfg(feature = "parquet")]
 mod parquet_rows;

@@ -20,6 +20,8 @@ pub(crate) struct IndexEntry {
     pub len: u32,
     /// Index of its first token that has loss; its length if none has.
     pub first_target: u32,
+    /// A checksum of its tokens and of which have loss.
+    pub checksum: u64,
     /// What it is and where it is from.
     pub origin: Origin,
 }
@@ -43,7 +45,7 @@ impl IndexEntry {
     }
 
     /// Bytes of an entry in a file.
-    pub const NUM_BYTES: usize = 40;
+    pub const NUM_BYTES: usize = 48;
 
     pub fn to_bytes(self) -> [u8; Self::NUM_BYTES] {
         let mut bytes = [0; Self::NUM_BYTES];
@@ -54,7 +56,14 @@ impl IndexEntry {
         } = self.origin;
         let lens = u64::from(self.len) | u64::from(self.first_target) << 32;
         let sources = u64::from(source) | u64::from(file) << 32;
-        let words = [self.start, lens, sources, place.to_word(), format as u64];
+        let words = [
+            self.start,
+            lens,
+            self.checksum,
+            sources,
+            place.to_word(),
+            format as u64,
+        ];
         for (bytes, word) in bytes.chunks_exact_mut(8).zip(words) {
             bytes.copy_from_slice(&word.to_le_bytes());
         }
@@ -67,13 +76,14 @@ impl IndexEntry {
             .chunks_exact(8)
             .map(|word| word.try_into().map(u64::from_le_bytes));
         let words: Vec<u64> = words.collect::<Result<_, _>>().ok()?;
-        let &[start, lens, sources, place, format] = words.as_slice() else {
+        let &[start, lens, checksum, sources, place, format] = words.as_slice() else {
             return None;
         };
         Some(Self {
             start,
             len: lens as u32,
             first_target: (lens >> 32) as u32,
+            checksum,
             origin: Origin {
                 format: *RecordFormat::ALL.get(usize::try_from(format).ok()?)?,
                 source: sources as u32,

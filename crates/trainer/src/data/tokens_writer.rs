@@ -48,6 +48,7 @@ impl<W: Write> TokensWriter<W> {
             start: self.found.num_tokens,
             len,
             first_target: first_target.map_or(len, |first| first as u32),
+            checksum: XxHash3_128::oneshot(&bytes) as u64,
             origin,
         };
         self.index.extend(entry.to_bytes());

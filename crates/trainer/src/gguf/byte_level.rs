@@ -125,6 +125,17 @@ impl Pre {
         json!({"type": "Sequence", "pretokenizers": all})
     }
 
+    /// What llama.cpp, whose own expression it is not, makes otherwise of texts.
+    pub fn difference(&self) -> Option<String> {
+        ["tekken", "gpt-4o"].contains(&self.name).then(|| {
+            format!(
+                "llama.cpp cuts combining marks off their letters with its {:?}, and tokenizer.json does not: texts in Hindi and others that are written with \
+                 such marks have other tokens there",
+                self.name
+            )
+        })
+    }
+
     /// Whether a word that is a token is that, whatever the merges make of it.
     pub fn ignores_merges(&self) -> bool {
         self.ignores_merges
@@ -194,6 +205,17 @@ mod tests {
         }
         let bare = [json!({"type": "ByteLevel", "add_prefix_space": false})];
         assert_eq!(find(&bare, false, || true).unwrap().name, "gpt-2");
+    }
+
+    /// llama.cpp's own expressions for these two know no marks.
+    #[test]
+    fn combining_marks_are_told_where_they_are_cut_off() {
+        for pre in &KNOWN {
+            let told = pre.difference().unwrap_or_default();
+            let has_marks = ["tekken", "gpt-4o"].contains(&pre.name);
+            assert_eq!(told.contains("combining marks"), has_marks, "{told}");
+            assert_eq!(told.contains(pre.name), has_marks, "{told}");
+        }
     }
 
     #[test]

@@ -123,6 +123,7 @@ impl GgufVocab {
         let ignores_merges = json["model"]["ignore_merges"] == true;
         let matters = || has_unreachable(tokenizer, json);
         let pre = byte_level::find(pre_tokenizers, ignores_merges, matters)?;
+        self.differences.extend(pre.difference());
         let tokens = json["model"]["vocab"].as_object().into_iter().flatten();
         let num_bytes = tokens
             .filter(|(text, _)| text.chars().nth(1).is_none())

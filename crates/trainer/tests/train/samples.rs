@@ -199,3 +199,83 @@ fn a_weight_is_how_often_the_samples_of_a_part_are_in_an_epoch() {
     assert_eq!(count(2.5), [2, 2, 2, 2, 2, 3, 3, 3, 3, 3]);
     assert_eq!(count(0.001), [0, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
 }
+
+/// What is held out is a part of the records, however few sequences they are packed into.
+#[test]
+fn records_are_held_out_before_they_are_packed() {
+    let tokens = tokens(RecordKind::Whole, &[3; 20]);
+    let samples = Samples::new(&tokens, SampleConfig::new(60)).unwrap();
+    assert_eq!((samples.len(), samples.num_pieces()), (1, 20));
+    let records = |samples: &Samples| {
+        let firsts = ids(samples).concat().into_iter().step_by(3);
+        firsts.map(|id| id / 1000).collect::<Vec<u32>>()
+    };
+    let mut seen = Vec::new();
+    for seed in [1, 2, 3] {
+        let [trained, held_out] = samples.hold_out(0.1, seed).unwrap();
+        assert_eq!((trained.len(), held_out.len()), (1, 1));
+        let chosen = records(&held_out);
+        assert_eq!(chosen.len(), 2);
+        let mut all = [records(&trained), chosen.clone()].concat();
+        all.sort_unstable();
+        assert!(all.into_iter().eq(1..=20));
+        assert_eq!(records(&samples.hold_out(0.1, seed).unwrap()[1]), chosen);
+        seen.push(chosen);
+    }
+    assert!(seen.windows(2).any(|seeds| seeds[0] != seeds[1]));
+    // At least one.
+    let [trained, held_out] = samples.hold_out(0.001, 1).unwrap();
+    assert_eq!((trained.num_pieces(), held_out.num_pieces()), (19, 1));
+    assert_error(
+        samples.hold_out(0.99, 1),
+        &["0.99 of 20 records leaves none to train on", "hint: "],
+    );
+    // Of a text its sequences.
+    let text = tokens_of_one_text(100);
+    let samples = Samples::new(&text, SampleConfig::new(10)).unwrap();
+    let [trained, held_out] = samples.hold_out(0.2, 1).unwrap();
+    assert_eq!((trained.len(), held_out.len()), (8, 2));
+    let mut all = [ids(&trained), ids(&held_out)].concat();
+    all.sort_unstable();
+    assert_eq!(all.concat(), (1000..1100).collect::<Vec<u32>>());
+}
+
+fn tokens_of_one_text(len: u32) -> Tokens {
+    tokens(RecordKind::Text, &[len])
+}
+
+#[test]
+fn records_that_are_held_out_and_trained_on_are_counted() {
+    let records = |ids: &[u32]| {
+        let records = ids.iter().map(|&id| EncodedRecord {
+            kind: RecordKind::Whole,
+            ids: vec![id, id + 1, id + 2],
+            has_loss: vec![false, true, true],
+        });
+        let tokens = Tokens::from_records(&records.collect::<Vec<_>>()).unwrap();
+        Samples::new(&tokens, SampleConfig::new(8)).unwrap()
+    };
+    let (trained, evaluated) = (records(&[1, 2, 3, 3, 4]), records(&[9, 3, 4, 3, 8]));
+    assert_eq!(evaluated.num_shared_with(&trained), 3);
+    assert_eq!(trained.num_shared_with(&evaluated), 3);
+    assert_eq!(evaluated.num_shared_with(&records(&[7, 6])), 0);
+    // Each record twice: whatever is held out is shared unless both are.
+    let ids: Vec<u32> = (0..50).chain(0..50).collect();
+    let [trained, held_out] = records(&ids).hold_out(0.1, 5).unwrap();
+    assert!(held_out.num_shared_with(&trained) >= 8);
+    // A text twice has the same sequences twice; one text has none twice.
+    let text = tokens_of_one_text(100);
+    let [trained, held_out] = Samples::new(&text, SampleConfig::new(10))
+        .unwrap()
+        .hold_out(0.2, 1)
+        .unwrap();
+    assert_eq!(held_out.num_shared_with(&trained), 0);
+    let one = text.record(0).unwrap();
+    let twice = Tokens::from_records(&[one.clone(), one]).unwrap();
+    let [trained, held_out] = Samples::new(&twice, SampleConfig::new(10))
+        .unwrap()
+        .hold_out(0.1, 1)
+        .unwrap();
+    assert_eq!(held_out.num_pieces(), 2);
+    assert_eq!(held_out.num_shared_with(&trained), 2);
+}

@@ -116,7 +116,9 @@ pub(super) fn parameters_of<'a>(
 ) -> impl Iterator<Item = (&'a String, &'a TensorEntry)> {
     let is_tied = config.is_some_and(|config| config.tie_word_embeddings);
     weights.tensors().iter().filter(move |(name, _)| {
-        let is_second_name = is_tied && *name == "lm_head.weight";
+        // Of a pair that was saved under this name alone it is the first one.
+        let has_both = || weights.tensors().contains_key("model.embed_tokens.weight");
+        let is_second_name = is_tied && *name == "lm_head.weight" && has_both();
         !(is_second_name || name.ends_with(".rotary_emb.inv_freq"))
     })
 }
