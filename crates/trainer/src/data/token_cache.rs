@@ -18,7 +18,7 @@ use super::tokens::Tokens;
 use crate::Activity;
 
 /// Counts the ways in which records were made tokens, so that none is taken for another.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 
 /// Files that no run has used for so long are removed when another one is made.
 const UNUSED: Duration = Duration::from_secs(30 * 24 * 60 * 60);
