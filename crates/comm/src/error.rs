@@ -19,7 +19,8 @@ pub enum Error {
     /// Two ranks called different operations where the same one is needed.
     #[error(
         "ranks disagree in {group}, operation number {seq}:\n  rank {}: {}\n  rank {}: {}\nhint: every rank of a group \
-         must call the same operations in the same order, with the same shape and dtype",
+         must call the same operations in the same order, with the same shape and dtype; what saves, evaluates or gathers is every \
+         rank's call, not that of one (`if rank == 0`)",
         first.0, first.1, second.0, second.1
     )]
     Mismatch {
@@ -89,6 +90,23 @@ pub enum Error {
         call: String,
         /// The rank that left.
         rank: usize,
+        /// Each rank's last operation.
+        report: String,
+    },
+
+    /// Ranks wait for each other in different groups.
+    #[error(
+        "{call} on rank {waiting} cannot complete: {ranks} wait for each other in different groups\n{report}\nhint: every rank \
+         must call the same operations in the same order; what saves, evaluates or gathers is every rank's call, not that of one \
+         (`if rank == 0`)"
+    )]
+    Deadlock {
+        /// The rank that reports this.
+        waiting: usize,
+        /// What it called, where.
+        call: String,
+        /// The ranks.
+        ranks: String,
         /// Each rank's last operation.
         report: String,
     },

@@ -92,6 +92,7 @@ fn with_a_model_as_it_is(mesh: Mesh) -> Result<ModelPart> {
     Ok(part)
 }
 
+#[derive(Debug)]
 struct Muon;
 
 #[rustfmt::skip]

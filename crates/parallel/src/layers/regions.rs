@@ -11,6 +11,7 @@ use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{D, Result, Tensor};
 use candle_ops::with_backward1;
 
+use super::region_watch::{check_is_summand, note_entered};
 use crate::placement::part;
 
 /// Enters a region where each rank computes with other weights: (..) -> (..); the gradients of all ranks are summed.
@@ -21,12 +22,17 @@ pub fn copy_to_tensor_parallel_region(xs: &Tensor, tp: &ProcessGroup) -> Result<
     if tp.world_size() == 1 {
         return Ok(xs.clone());
     }
+    note_entered(xs, tp)?;
     let tp = tp.clone();
     with_backward1(
         xs,
         xs.detach(),
         "copy_to_tensor_parallel_region",
-        move |grad| Ok(Some(tp.all_reduce(grad, ReduceOp::Sum)?)),
+        move |grad| {
+            let sum = tp.all_reduce(grad, ReduceOp::Sum)?;
+            check_is_summand("the gradient of what enters a region", grad, &sum, &tp)?;
+            Ok(Some(sum))
+        },
     )
 }
 
@@ -39,6 +45,7 @@ pub fn reduce_from_tensor_parallel_region(xs: &Tensor, tp: &ProcessGroup) -> Res
         return Ok(xs.clone());
     }
     let sum = tp.all_reduce(&xs.detach(), ReduceOp::Sum)?;
+    check_is_summand("what leaves a region", xs, &sum, tp)?;
     with_backward1(xs, sum, "reduce_from_tensor_parallel_region", |grad| {
         Ok(Some(grad.clone()))
     })
