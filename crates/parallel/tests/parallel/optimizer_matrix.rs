@@ -322,6 +322,7 @@ fn a_checkpoint_of_other_rules_is_refused() {
     saver.start(&run.optimizer, 1, json!(null)).unwrap();
     saver.finish().unwrap().unwrap().saved.unwrap();
     let adamw = AdamWConfig::default();
+    drop(run.optimizer);
     let optimizer = DistributedOptimizer::adamw(run.part.params(), &run.mesh, adamw);
     let step = dir.path().join("step-000001");
     let checkpoint = TrainingCheckpoint::open(&run.mesh.world, &step).unwrap();
