@@ -62,7 +62,9 @@ impl Checksums {
     /// A hash of all sums.
     pub fn condensed(&self) -> u64 {
         let mut hasher = XxHash64::default();
-        self.0.iter().for_each(|checksum| hasher.write_u64(checksum.sum));
+        self.0
+            .iter()
+            .for_each(|checksum| hasher.write_u64(checksum.sum));
         hasher.finish()
     }
 

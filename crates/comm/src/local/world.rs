@@ -118,7 +118,9 @@ impl State {
                 path.sort_unstable();
                 return Some(path);
             }
-            let next = awaited.into_iter().find(|next| !is_dead_end[*next] && !path.contains(next));
+            let next = awaited
+                .into_iter()
+                .find(|next| !is_dead_end[*next] && !path.contains(next));
             match next {
                 Some(next) => path.push(next),
                 None => {

@@ -341,7 +341,12 @@ fn ranks_that_wait_for_each_other_in_different_groups_are_told_at_once() {
             _ => world.barrier(),
         }
     });
-    for words in ["ranks 0, 1 wait for each other", "all_reduce", "barrier", "if rank == 0"] {
+    for words in [
+        "ranks 0, 1 wait for each other",
+        "all_reduce",
+        "barrier",
+        "if rank == 0",
+    ] {
         assert!(error.contains(words), "{words}: {error}");
     }
     let error = failure(3, |world| {
@@ -352,7 +357,10 @@ fn ranks_that_wait_for_each_other_in_different_groups_are_told_at_once() {
         let pairs = pairs.into_iter().collect::<Result<Vec<_>>>()?;
         pairs[world.rank()].barrier()
     });
-    assert!(error.contains("ranks 0, 1, 2 wait for each other"), "{error}");
+    assert!(
+        error.contains("ranks 0, 1, 2 wait for each other"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -11,9 +11,7 @@ use candle_comm::ReduceOp;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::accumulate::Gradients;
-use super::reduced::{
-    ReducedBuckets, ReducedGradients, ReducedLoss, UpdateNotice, compare_update,
-};
+use super::reduced::{ReducedBuckets, ReducedGradients, ReducedLoss, UpdateNotice, compare_update};
 use super::shared::sum_shared_ranges;
 use super::squares::Squares;
 use super::transfer::Sum;
@@ -348,14 +346,7 @@ impl Gradients {
         };
         let (sums, pipeline) = self.sums(squares, &compared)?;
         self.judge(&reduced, &sums, update)?;
-        let [
-            squares,
-            loss_sum,
-            num_targets,
-            num_asking,
-            num_reported,
-            ..,
-        ] = sums;
+        let [squares, loss_sum, num_targets, num_asking, num_reported, ..] = sums;
         if num_targets <= 0.0 {
             bail!("the global batch has no targets: there is nothing to learn from");
         }
@@ -408,7 +399,8 @@ impl Gradients {
             Ok(all) => all,
             Err(message) => bail!("{message}"),
         };
-        let in_words = |said: Option<f64>| said.map_or("nothing".to_string(), |said| said.to_string());
+        let in_words =
+            |said: Option<f64>| said.map_or("nothing".to_string(), |said| said.to_string());
         for (rank, &(replica, said)) in all.iter().enumerate() {
             let is_other = |&(of, other): &(usize, Option<f64>)| {
                 other.is_some() != said.is_some() || of == replica && other != said

@@ -39,7 +39,12 @@ pub(super) fn note_entered(xs: &Tensor, tp: &ProcessGroup) -> Result<()> {
 }
 
 /// An error if `mine` is not this rank's summand of `sum` but all of it, as on the other ranks: `what` it is goes into the message.
-pub(super) fn check_is_summand(what: &str, mine: &Tensor, sum: &Tensor, tp: &ProcessGroup) -> Result<()> {
+pub(super) fn check_is_summand(
+    what: &str,
+    mine: &Tensor,
+    sum: &Tensor,
+    tp: &ProcessGroup,
+) -> Result<()> {
     let num_ranks = tp.world_size();
     if !is_watched(tp) || !is_each_the_whole(mine, sum, num_ranks)? {
         return Ok(());

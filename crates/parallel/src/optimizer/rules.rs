@@ -148,7 +148,9 @@ impl Rules {
                 "{num_params} parameters with lr_scale {}, weight_decay {:?}, rule {}",
                 group.lr_scale,
                 group.weight_decay,
-                group.rule().map_or("of all".to_string(), Optimizer::describe)
+                group
+                    .rule()
+                    .map_or("of all".to_string(), Optimizer::describe)
             )
         });
         format!("[{}]", groups.collect::<Vec<_>>().join("; "))

@@ -54,7 +54,11 @@ impl Parameters {
     pub(crate) fn check_replicas(&self, mesh: &Mesh, when: &str) -> Result<()> {
         let is_sliced = self.sharded().is_some();
         let groups = self.groups();
-        let group = if is_sliced { &groups.replicate } else { &mesh.replicas };
+        let group = if is_sliced {
+            &groups.replicate
+        } else {
+            &mesh.replicas
+        };
         if group.world_size() == 1 {
             return Ok(());
         }
@@ -83,7 +87,9 @@ impl Parameters {
         }
         match sums.difference_in(group, mesh, when)? {
             Some(difference) if mesh.replicas.sums_in_rank_order() => bail!("{difference}"),
-            Some(difference) => tracing::warn!("the first rank's values are taken, as {difference}"),
+            Some(difference) => {
+                tracing::warn!("the first rank's values are taken, as {difference}")
+            }
             None => {}
         }
         Ok(())

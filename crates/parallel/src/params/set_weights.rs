@@ -159,17 +159,22 @@ impl Parameters {
         let named = set.into_iter();
         let own = Said {
             place: (mesh.pp.rank(), mesh.tp.rank()),
-            set: named.map(|(index, sum)| (self.get(index).name.clone(), sum)).collect(),
+            set: named
+                .map(|(index, sum)| (self.get(index).name.clone(), sum))
+                .collect(),
         };
         let own = serde_json::to_vec(&own).map_err(Error::wrap)?;
         let all = mesh.world.all_gather_bytes(&own)?;
         let all = all.iter().map(|bytes| serde_json::from_slice(bytes));
-        let all: Vec<Said> = all.collect::<std::result::Result<_, _>>().map_err(Error::wrap)?;
+        let all: Vec<Said> = all
+            .collect::<std::result::Result<_, _>>()
+            .map_err(Error::wrap)?;
         for (rank, said) in all.iter().enumerate() {
             let mate = all.iter().position(|other| other.place == said.place);
             let mate = mate.unwrap_or(rank);
             let mut names = all[mate].set.keys().chain(said.set.keys());
-            let Some(name) = names.find(|name| all[mate].set.get(*name) != said.set.get(*name)) else {
+            let Some(name) = names.find(|name| all[mate].set.get(*name) != said.set.get(*name))
+            else {
                 continue;
             };
             let what = match (all[mate].set.get(name), said.set.get(name)) {
@@ -248,12 +253,19 @@ impl Parameters {
 
     /// The error, on every rank, for weights that were found to be written past [`Self::set`] on any; `written` is what this rank has found.
     /// Every rank must call it.
-    pub(crate) fn blame_written(&self, mesh: &Mesh, written: Option<&WrittenWeights>) -> Result<()> {
+    pub(crate) fn blame_written(
+        &self,
+        mesh: &Mesh,
+        written: Option<&WrittenWeights>,
+    ) -> Result<()> {
         let mut names = Vec::new();
         if let Some(written) = written {
             let slots = &self.layout().buckets[written.bucket].slots;
             let distances = written.distances.to_vec1::<f64>()?;
-            let changed = slots.iter().zip(distances).filter(|(_, distance)| *distance > 0.0);
+            let changed = slots
+                .iter()
+                .zip(distances)
+                .filter(|(_, distance)| *distance > 0.0);
             names.extend(changed.map(|(slot, _)| self.get(slot.param).name.as_str()));
         }
         let own = names.first().copied().unwrap_or_default();

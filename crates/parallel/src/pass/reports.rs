@@ -32,7 +32,11 @@ impl Reported {
 
     /// A hash of what is reported under a name; the same for all NaNs.
     pub fn condensed(self, name: &str) -> u64 {
-        let sum = if self.sum().is_nan() { f64::NAN } else { self.sum() + 0.0 };
+        let sum = if self.sum().is_nan() {
+            f64::NAN
+        } else {
+            self.sum() + 0.0
+        };
         let mut hasher = XxHash64::default();
         (name, sum.to_bits(), self.count).hash(&mut hasher);
         hasher.finish()

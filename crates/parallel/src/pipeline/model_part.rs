@@ -378,11 +378,12 @@ impl ModelPart {
             let next = next.filter(|next| !next.is_head());
             let next = next.map(|next| next.index).or(after);
             let watch = gradients.watches_regions();
-            let (result, seen) =
-                self.run(FORWARD, block, next, watch, || match position < num_frozen {
+            let (result, seen) = self.run(FORWARD, block, next, watch, || {
+                match position < num_frozen {
                     true => block.forward_frozen(&input, &pass, gradients),
                     false => block.forward(&input, &pass),
-                });
+                }
+            });
             let (output, kept) =
                 result.map_err(|err| self.about_released(err, block, &input, &pass))?;
             gradients.count_collectives(seen.num_collectives);
@@ -632,7 +633,8 @@ impl ModelPart {
 /// The error of a block that reads the micro-batch; if it is that of a type, which types those of the micro-batch are.
 fn about_types(err: Error, pass: &Pass) -> Error {
     let targets = pass.targets().ok();
-    let all_are_ids = (targets.into_iter().chain([pass.inputs()])).all(|xs| xs.dtype() == DType::U32);
+    let all_are_ids =
+        (targets.into_iter().chain([pass.inputs()])).all(|xs| xs.dtype() == DType::U32);
     if all_are_ids || !is_about_type(&err) {
         return err;
     }

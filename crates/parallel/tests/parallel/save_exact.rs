@@ -258,7 +258,13 @@ fn values_that_were_put_in_are_what_counts_until_the_next_update() -> Result<()>
     drop(first);
     // Masters made now begin with the values that were put in.
     let mut trained = optimizer(&part, &mesh)?;
-    assert_masters("refilled", &weights()?, &trained.state()?, DType::F32, |_| false);
+    assert_masters(
+        "refilled",
+        &weights()?,
+        &trained.state()?,
+        DType::F32,
+        |_| false,
+    );
     step(&part, &mesh, &mut trained)?;
     let after = saved(&trained)?;
     assert_masters("trained", &after, &trained.state()?, DType::F32, |_| false);
