@@ -114,7 +114,8 @@ pub enum Error {
     /// A wait lasted longer than the deadline.
     #[error(
         "{call} on rank {waiting} is not complete after {secs} s: not arrived: {missing}\n{report}\nhint: a rank may be \
-         stuck, or the ranks call operations in different orders; a slow machine may need a longer deadline"
+         stuck, or the ranks call operations in different orders (what saves, evaluates or gathers is every rank's call); a slow machine \
+         may need a longer deadline"
     )]
     Deadline {
         /// The rank that reports this.

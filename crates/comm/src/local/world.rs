@@ -307,8 +307,8 @@ impl World {
         state.channels.values().map(Channel::num_undelivered).sum()
     }
 
-    /// Blocks world rank `rank` until `poll` is ready, a rank fails, a rank that is needed leaves, ranks are seen to wait for each other, or
-    /// the deadline. `slot` is the collective that is waited for, if it is one.
+    /// Blocks world rank `rank` until `poll` is ready, a rank fails, a rank that is needed leaves, ranks are seen to
+    /// wait for each other, or the deadline. `slot` is the collective that is waited for, if it is one.
     pub(super) fn wait<T>(
         &self,
         rank: usize,

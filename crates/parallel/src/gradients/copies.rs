@@ -12,7 +12,8 @@ use crate::placement::{Gradient, Placement, intersect};
 
 impl Gradients {
     /// What this rank adds to the step's sum to compare, over tensor-parallel ranks, the gradients of the parameters of which all hold
-    /// copies, the loss, what blocks report, and how many collectives each block made. `reduced` has the buckets as they are used for the update.
+    /// copies, the loss, what blocks report, and how many collectives each block made. `reduced` has the buckets as
+    /// they are used for the update.
     pub(super) fn compared_copies(&self, reduced: &ReducedBuckets) -> Result<f64> {
         let tp = &self.mesh.tp;
         if tp.world_size() == 1 {

@@ -379,8 +379,8 @@ impl Gradients {
         })
     }
 
-    /// What this rank adds to the step's sum to compare what all say of the update, the ranks of a replica of the number of its targets, and
-    /// data-parallel ranks of weights that were set.
+    /// What this rank adds to the step's sum to compare what all say of the update, the ranks of a replica of the
+    /// number of its targets, and data-parallel ranks of weights that were set.
     fn compared_update(&self, update: Option<&UpdateNotice>) -> f64 {
         let (mesh, said) = (&self.mesh, self.totals.said_targets);
         let says = update.map_or(0, |update| update.facts.hash());
@@ -392,7 +392,8 @@ impl Gradients {
             + Comparison::over(&mesh.replicas, &part).summand(set)
     }
 
-    /// An error on every rank that names two ranks which were told other numbers of targets, if there are. Every rank must call it.
+    /// An error on every rank that names two ranks which were told other numbers of targets, if there are. Every rank
+    /// must call it.
     fn blame_targets(&self) -> Result<()> {
         let own = (self.mesh.dp.rank(), self.totals.said_targets);
         let all = match exchange(&self.mesh.world, &Ok(own))? {

@@ -1,8 +1,8 @@
-//! Finds, in the first steps, tensor-parallel regions that are entered with what the ranks do not have alike, and left with what each of them
-//! has whole.
+//! Finds, in the first steps, tensor-parallel regions that are entered with what the ranks do not have alike, and left
+//! with what each of them has whole.
 //!
-//! The functions of [`regions`](super::regions) know neither step nor block: what they see is noted for the thread, whose pass of a block asks for
-//! it.
+//! The functions of [`regions`](super::regions) know neither step nor block: what they see is noted for the thread,
+//! whose pass of a block asks for it.
 
 use std::cell::RefCell;
 
@@ -38,7 +38,8 @@ pub(super) fn note_entered(xs: &Tensor, tp: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// An error if `mine` is not this rank's summand of `sum` but all of it, as on the other ranks: `what` it is goes into the message.
+/// An error if `mine` is not this rank's summand of `sum` but all of it, as on the other ranks: `what` it is goes into
+/// the message.
 pub(super) fn check_is_summand(
     what: &str,
     mine: &Tensor,
@@ -56,7 +57,8 @@ pub(super) fn check_is_summand(
     )
 }
 
-/// Whether `sum`, to which `num_ranks` ranks have added, is as many times `mine`, up to the rounding of the additions; not if it is zeros.
+/// Whether `sum`, to which `num_ranks` ranks have added, is as many times `mine`, up to the rounding of the additions;
+/// not if it is zeros.
 pub(crate) fn is_each_the_whole(mine: &Tensor, sum: &Tensor, num_ranks: usize) -> Result<bool> {
     let values = |values: &Tensor| {
         let values = values.flatten_all()?.to_dtype(candle_core::DType::F32)?;

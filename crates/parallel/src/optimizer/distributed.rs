@@ -63,8 +63,8 @@ impl DistributedOptimizer {
     /// [says](crate::ParamStore::with_offload).
     ///
     /// # Errors
-    /// Constants out of their range, parameters of a type that cannot be trained or that have an optimizer already, and memory that is missing; a folder that is missing, full
-    /// or may not be written to.
+    /// Constants out of their range, parameters of a type that cannot be trained or that have an optimizer already, and
+    /// memory that is missing; a folder that is missing, full or may not be written to.
     pub fn new(params: &Parameters, mesh: &Mesh, rule: impl Optimizer + 'static) -> Result<Self> {
         if params.is_empty() {
             bail!(

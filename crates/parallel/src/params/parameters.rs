@@ -343,8 +343,8 @@ impl Parameters {
     }
 
     /// The local values of parameter `index`, outside of any graph, when all updates have arrived. If data-parallel ranks
-    /// divide them (ZeRO-3) they are gathered: every rank of `mesh.replicas` must call this, and has this one parameter whole. They are for
-    /// reading: [`Self::set`] writes.
+    /// divide them (ZeRO-3) they are gathered: every rank of `mesh.replicas` must call this, and has this one parameter
+    /// whole. They are for reading: [`Self::set`] writes.
     ///
     /// # Errors
     /// Values that were [released](Self::release), and failures of ranks.
@@ -482,9 +482,11 @@ impl Parameters {
         Ok(())
     }
 
-    /// Puts values back into parameter `index`, which were [released](Self::release), behind every tensor that layers captured; `values` has its
-    /// local shape, type and device. Other values are for [`Self::set`]: the next update goes on from these values, of bf16 weights up to half a unit in their last place, unless the
-    /// optimizer has f32 masters of the parameter, as of f16 weights: it then goes on from those. With ZeRO-3 each rank keeps its slice of the values, so all replicas put in the same.
+    /// Puts values back into parameter `index`, which were [released](Self::release), behind every tensor that layers
+    /// captured; `values` has its local shape, type and device. Other values are for [`Self::set`]: the next update
+    /// goes on from these values, of bf16 weights up to half a unit in their last place, unless the optimizer has f32
+    /// masters of the parameter, as of f16 weights: it then goes on from those. With ZeRO-3 each rank keeps its slice
+    /// of the values, so all replicas put in the same.
     ///
     /// # Errors
     /// Values that do not fit the parameter.

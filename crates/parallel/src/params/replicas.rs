@@ -48,9 +48,9 @@ impl Parameters {
         Ok(())
     }
 
-    /// An error on every rank of the mesh that names the first trained parameter of which two data-parallel ranks hold other values, be it whole or
-    /// the same slice; `when` says when that was. Hashes are compared. Where ranks need not come to the same bits it is a warning. Every rank
-    /// must call it.
+    /// An error on every rank of the mesh that names the first trained parameter of which two data-parallel ranks hold
+    /// other values, be it whole or the same slice; `when` says when that was. Hashes are compared. Where ranks need
+    /// not come to the same bits it is a warning. Every rank must call it.
     pub(crate) fn check_replicas(&self, mesh: &Mesh, when: &str) -> Result<()> {
         let is_sliced = self.sharded().is_some();
         let groups = self.groups();

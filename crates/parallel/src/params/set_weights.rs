@@ -65,11 +65,12 @@ struct Said {
 }
 
 impl Parameters {
-    /// Writes parameter `index`: `values` in f32 or in the parameter's type, in its [local shape](super::Param::local_shape), as
-    /// [`Self::values`] gives them. This is the one way to write a weight that is right on every layout: it waits for updates that are on their
-    /// way, every tensor that layers hold has the values, and the optimizer goes on from them, in f32 where it has masters. Its other state
-    /// stays. Every data-parallel rank must set the same values in the same step; that is compared in the next update. With ZeRO-3 each rank
-    /// keeps its slice.
+    /// Writes parameter `index`: `values` in f32 or in the parameter's type, in its
+    /// [local shape](super::Param::local_shape), as [`Self::values`] gives them. This is the one way to write a weight that is
+    /// right on every layout: it waits for updates that are on their way, every tensor that layers hold has the values,
+    /// and the optimizer goes on from them, in f32 where it has masters. Its other state stays. Every data-parallel
+    /// rank must set the same values in the same step; that is compared in the next update. With ZeRO-3 each rank keeps
+    /// its slice.
     ///
     /// ```
     /// # use candle_core::{Result, Tensor};
@@ -152,8 +153,8 @@ impl Parameters {
         self.set_weights().lock().since_update.clear();
     }
 
-    /// An error on every rank that names the first parameter which two data-parallel ranks have set to other values, or one of them has not
-    /// set. Every rank must call it.
+    /// An error on every rank that names the first parameter which two data-parallel ranks have set to other values, or
+    /// one of them has not set. Every rank must call it.
     pub(crate) fn blame_set(&self, mesh: &Mesh) -> Result<()> {
         let set = self.set_weights().lock().since_update.clone();
         let named = set.into_iter();
@@ -205,8 +206,8 @@ impl Parameters {
         Ok(claim)
     }
 
-    /// Remembers the weights of bucket `index` that this rank updates; `None` if they are not all here, as with ZeRO-3, where nobody can write
-    /// to them.
+    /// Remembers the weights of bucket `index` that this rank updates; `None` if they are not all here, as with ZeRO-3,
+    /// where nobody can write to them.
     pub(crate) fn see_weights(&self, index: usize) -> Result<Option<SeenWeights>> {
         let num_writes = self.set_weights().num_writes.load(Ordering::Relaxed);
         let seen = |squares| SeenWeights {
@@ -251,8 +252,8 @@ impl Parameters {
         Ok(Some(squares))
     }
 
-    /// The error, on every rank, for weights that were found to be written past [`Self::set`] on any; `written` is what this rank has found.
-    /// Every rank must call it.
+    /// The error, on every rank, for weights that were found to be written past [`Self::set`] on any; `written` is what
+    /// this rank has found. Every rank must call it.
     pub(crate) fn blame_written(
         &self,
         mesh: &Mesh,

@@ -143,8 +143,8 @@ impl ParamStore {
     /// Freezes the parameters whose name satisfies `is_frozen`; call it before the model is built.
     ///
     /// A frozen parameter keeps its values: no gradient is computed for it, and it has no place in the gradients' buckets, no
-    /// master weights and no moments. Every rank says the same of every name of the model. That no parameter's name satisfies `is_frozen` is an
-    /// error when the model is built.
+    /// master weights and no moments. Every rank says the same of every name of the model. That no parameter's name
+    /// satisfies `is_frozen` is an error when the model is built.
     pub fn freeze(self, is_frozen: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
         self.lock().is_frozen = Some(Box::new(is_frozen));
         self

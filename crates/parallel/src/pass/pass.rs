@@ -156,7 +156,8 @@ impl Pass {
 
     /// Adds a sum of losses, a scalar in candle's graph, to the loss that a block in plain candle is trained on: of a router that shall use
     /// its experts evenly, for example. It is divided as the loss of the head is, whose number of targets it is to be a multiple of, and
-    /// the step's metrics have it under `name`, the loss of the head being apart. Outside of training it does nothing.
+    /// the step's metrics have it under `name`, the loss of the head being apart. Tensor-parallel ranks must add the
+    /// same. Outside of training it does nothing.
     ///
     /// # Errors
     /// A loss that is no scalar; a [`Layer`](crate::Layer), which computes its gradients itself.
@@ -179,7 +180,7 @@ impl Pass {
     }
 
     /// Puts the mean of what is reported under `name`, scalars, over blocks, micro-batches and replicas into the metrics of the step; once
-    /// if the forward pass runs again. Outside of training it does nothing.
+    /// if the forward pass runs again. Tensor-parallel ranks must report the same. Outside of training it does nothing.
     ///
     /// # Errors
     /// A value that is no scalar.

@@ -1,10 +1,10 @@
-//! Finds ranks of a replica that are given different micro-batches or run them in another way, and replicas that are given unequal numbers
-//! where each micro-batch moves something between them.
+//! Finds ranks of a replica that are given different micro-batches or run them in another way, and replicas that are
+//! given unequal numbers where each micro-batch moves something between them.
 //!
 //! Tensor-parallel ranks with different tokens train on sums that mean nothing, without a word; stages, and replicas under ZeRO-2
-//! and 3, with different numbers of micro-batches or other schedules wait for each other until the deadline. So what ranks have is compared before each
-//! step's passes, by one sum of two numbers, for which the host waits for a GPU: ranks that wait for each other would not come to the sum
-//! at the end of the step.
+//! and 3, with different numbers of micro-batches or other schedules wait for each other until the deadline. So what
+//! ranks have is compared before each step's passes, by one sum of two numbers, for which the host waits for a GPU:
+//! ranks that wait for each other would not come to the sum at the end of the step.
 
 use std::hash::Hasher;
 
@@ -41,8 +41,9 @@ impl InputCheck {
         })
     }
 
-    /// An error on every rank that names two ranks of a replica whose micro-batches differ, and how, or that run them in another way, or two
-    /// replicas with unequal numbers of them or other schedules if these must be equal. Every rank must call it.
+    /// An error on every rank that names two ranks of a replica whose micro-batches differ, and how, or that run them
+    /// in another way, or two replicas with unequal numbers of them or other schedules if these must be equal. Every
+    /// rank must call it.
     pub fn run(&self, micro_batches: &[Pass], how: HowRun, counts_are_equal: bool) -> Result<()> {
         if !self.has_mates && !counts_are_equal {
             return Ok(());
@@ -73,8 +74,8 @@ impl InputCheck {
         }
     }
 
-    /// The replica, the number of micro-batches, how they are run, and of each (b, values of each, inputs, targets, documents), the last three as
-    /// hashes.
+    /// The replica, the number of micro-batches, how they are run, and of each (b, values of each, inputs, targets,
+    /// documents), the last three as hashes.
     fn given(&self, micro_batches: &[Pass], how: HowRun) -> Result<Vec<u64>> {
         let mut given = vec![
             self.mesh.dp.rank() as u64,

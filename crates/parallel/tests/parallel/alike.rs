@@ -1,4 +1,5 @@
-//! What ranks must have alike beside the model is compared: rule, schedule, what a program says of a step, and the weights that it writes.
+//! What ranks must have alike beside the model is compared: rule, schedule, what a program says of a step, and the
+//! weights that it writes.
 
 use std::time::{Duration, Instant};
 
