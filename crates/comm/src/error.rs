@@ -19,7 +19,8 @@ pub enum Error {
     /// Two ranks called different operations where the same one is needed.
     #[error(
         "ranks disagree in {group}, operation number {seq}:\n  rank {}: {}\n  rank {}: {}\nhint: every rank of a group \
-         must call the same operations in the same order, with the same shape and dtype",
+         must call the same operations in the same order, with the same shape and dtype; what saves, evaluates or gathers is every \
+         rank's call, not that of one (`if rank == 0`)",
         first.0, first.1, second.0, second.1
     )]
     Mismatch {
@@ -93,10 +94,28 @@ pub enum Error {
         report: String,
     },
 
+    /// Ranks wait for each other in different groups.
+    #[error(
+        "{call} on rank {waiting} cannot complete: {ranks} wait for each other in different groups\n{report}\nhint: every rank \
+         must call the same operations in the same order; what saves, evaluates or gathers is every rank's call, not that of one \
+         (`if rank == 0`)"
+    )]
+    Deadlock {
+        /// The rank that reports this.
+        waiting: usize,
+        /// What it called, where.
+        call: String,
+        /// The ranks.
+        ranks: String,
+        /// Each rank's last operation.
+        report: String,
+    },
+
     /// A wait lasted longer than the deadline.
     #[error(
         "{call} on rank {waiting} is not complete after {secs} s: not arrived: {missing}\n{report}\nhint: a rank may be \
-         stuck, or the ranks call operations in different orders; a slow machine may need a longer deadline"
+         stuck, or the ranks call operations in different orders (what saves, evaluates or gathers is every rank's call); a slow machine \
+         may need a longer deadline"
     )]
     Deadline {
         /// The rank that reports this.

@@ -63,6 +63,12 @@ impl Scope {
         let number = CURRENT.get().map_or(0, |end| end.next.number);
         (result, number)
     }
+
+    /// Whether a collective of `group` that starts now on this thread belongs to a scope.
+    pub fn covers(group: &ProcessGroup) -> bool {
+        let members = group.members().as_ptr().addr();
+        CURRENT.get().is_some_and(|now| now.members == members)
+    }
 }
 
 impl InScope {

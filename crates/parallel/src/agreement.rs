@@ -2,7 +2,7 @@
 
 use std::hash::Hasher;
 
-use candle_comm::{ProcessGroup, ReduceOp, message_of};
+use candle_comm::{Mesh, ProcessGroup, ReduceOp, message_of};
 use candle_core::{Error, Result, Tensor, bail};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use twox_hash::XxHash64;
@@ -167,6 +167,16 @@ impl<'a> Comparison<'a> {
         Self {
             num_ranks: group.world_size(),
             is_first: group.rank() == 0,
+            place,
+        }
+    }
+
+    /// Over the ranks of a replica of the model, of which `place` is the number.
+    pub fn over_replica(mesh: &Mesh, place: &'a [usize; 1]) -> Self {
+        let groups = [&mesh.pp, &mesh.cp, &mesh.tp];
+        Self {
+            num_ranks: groups.iter().map(|group| group.world_size()).product(),
+            is_first: groups.iter().all(|group| group.rank() == 0),
             place,
         }
     }

@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::hash::Hasher;
 
-use candle_comm::Mesh;
+use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{DType, Error, Result, Tensor, bail};
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash64;
 
@@ -21,6 +22,12 @@ pub(crate) enum Shared {
     Output(usize),
     /// The gradient of a block's input.
     InputGrad(usize),
+    /// What enters a region in a block.
+    RegionInput(usize),
+    /// What is reported under a name.
+    Report(String),
+    /// Values of a parameter that data-parallel ranks have, too.
+    Replica(String),
 }
 
 /// The bits of it, condensed.
@@ -39,16 +46,26 @@ pub(crate) struct Checksums(Vec<Checksum>);
 impl Checksums {
     /// Adds values; `place` tells them from others of the same name.
     pub fn add(&mut self, what: Shared, place: usize, values: &Tensor) -> Result<()> {
-        self.0.push(Checksum {
-            what,
-            place,
-            sum: checksum(values)?,
-        });
+        self.note(what, place, checksum(values)?);
         Ok(())
+    }
+
+    /// Adds what is condensed already.
+    pub fn note(&mut self, what: Shared, place: usize, sum: u64) {
+        self.0.push(Checksum { what, place, sum });
     }
 
     pub fn len(&self) -> usize {
         self.0.len()
+    }
+
+    /// A hash of all sums.
+    pub fn condensed(&self) -> u64 {
+        let mut hasher = XxHash64::default();
+        self.0
+            .iter()
+            .for_each(|checksum| hasher.write_u64(checksum.sum));
+        hasher.finish()
     }
 
     pub fn clear(&mut self) {
@@ -69,10 +86,23 @@ impl Checksums {
     /// # Errors
     /// Failures of ranks.
     pub fn difference(&self, mesh: &Mesh, when: &str) -> Result<Option<String>> {
+        self.difference_in(&mesh.tp, mesh, when)
+    }
+
+    /// As [`Self::difference`], between the ranks of `group` and of its like.
+    ///
+    /// # Errors
+    /// Failures of ranks.
+    pub fn difference_in(
+        &self,
+        group: &ProcessGroup,
+        mesh: &Mesh,
+        when: &str,
+    ) -> Result<Option<String>> {
         let own = serde_json::to_vec(&(mesh.world.rank(), &self.0)).map_err(Error::wrap)?;
         let mut seen = HashMap::new();
         let mut difference = None;
-        for bytes in mesh.tp.all_gather_bytes(&own)? {
+        for bytes in group.all_gather_bytes(&own)? {
             let (rank, sums): (usize, Vec<Checksum>) =
                 serde_json::from_slice(&bytes).map_err(Error::wrap)?;
             for Checksum { what, place, sum } in sums {
@@ -97,6 +127,13 @@ impl Shared {
             Self::Gradient(name) => (format!("gradient of parameter {name}"), HELD),
             Self::Output(block) => (format!("output of block {block}"), PASSED_ON),
             Self::InputGrad(block) => (format!("gradient of block {block}'s input"), PASSED_BACK),
+            Self::RegionInput(block) => (format!("input of a region in block {block}"), ENTERED),
+            Self::Report(name) => (format!("number reported as {name}"), REPORTED),
+            Self::Replica(name) => {
+                return format!(
+                    "the value of parameter {name} differs between ranks {first} and {second} {when}: these data-parallel ranks {REPLICATED}"
+                );
+            }
         };
         format!(
             "the {what} differs between ranks {first} and {second} {when}: these tensor-parallel ranks {why}"
@@ -115,6 +152,13 @@ const PASSED_BACK: &str = "share what passes between blocks\nhint: what each ran
     regions::copy_to_tensor_parallel_region or a ColumnParallelLinear, over mesh.tp, which sum the gradients of all ranks; a block that \
     draws random numbers must draw the same ones on every tensor-parallel rank";
 
+const ENTERED: &str = "must enter it with the same\nhint: copy_to_tensor_parallel_region takes what all ranks have alike, and sums its gradients; \
+    what a rank has computed in a region is in it already, and is not entered again; inside a region Pass::dropout_sharded drops";
+const REPORTED: &str = "must be told the same by Pass::add_loss and Pass::report\nhint: what is computed inside a tensor-parallel region is one \
+    rank's part: sum it first (regions::reduce_from_tensor_parallel_region), or report it outside of the region";
+const REPLICATED: &str = "hold copies of it that must be the same\nhint: a program writes a weight by Parameters::set alone, on every rank and to the \
+    same values; every rank has the same rule of the optimizer, with the same constants";
+
 /// The bits of all values; -0 and 0 are the same, and so are all NaNs, of which others tell.
 pub(crate) fn checksum(values: &Tensor) -> Result<u64> {
     let values = values
@@ -125,12 +169,18 @@ pub(crate) fn checksum(values: &Tensor) -> Result<u64> {
         true => f32::NAN.to_bits(),
         false => (value + 0.0).to_bits(),
     };
+    let of_part = |values: &[f32]| {
+        let mut hasher = XxHash64::default();
+        let mut bytes = Vec::new();
+        for values in values.chunks(1024) {
+            bytes.clear();
+            bytes.extend(values.iter().flat_map(|value| bits(value).to_le_bytes()));
+            hasher.write(&bytes);
+        }
+        hasher.finish()
+    };
+    let parts: Vec<u64> = values.par_chunks(1 << 18).map(of_part).collect();
     let mut hasher = XxHash64::default();
-    let mut bytes = Vec::new();
-    for values in values.chunks(1024) {
-        bytes.clear();
-        bytes.extend(values.iter().flat_map(|value| bits(value).to_le_bytes()));
-        hasher.write(&bytes);
-    }
+    parts.iter().for_each(|part| hasher.write_u64(*part));
     Ok(hasher.finish())
 }

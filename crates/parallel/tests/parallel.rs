@@ -1,5 +1,7 @@
 //! Schedules, layers, tape, gradients, optimizer and checkpoints against plain references, on threads.
 
+#[path = "parallel/alike.rs"]
+mod alike;
 #[path = "parallel/building.rs"]
 mod building;
 #[path = "parallel/chain.rs"]

@@ -16,7 +16,7 @@ use crate::tensors::Tensors;
 const fn of(dtype: DType) -> Variant {
     Variant {
         dtype,
-        is_frozen: |_| false,
+        is_frozen: None,
         recompute: Recompute::None,
         adapters: Adapters::None,
         frozen_format: None,

@@ -152,7 +152,7 @@ fn servers_give_the_bits_of_replicas_whatever_the_delays() {
         (
             "gqa",
             Variant {
-                is_frozen: |name| name.contains("mlp"),
+                is_frozen: Some(|name| name.contains("mlp")),
                 ..Variant::default()
             },
         ),

@@ -81,7 +81,7 @@ impl Layout {
 #[derive(Clone, Copy)]
 pub struct Variant {
     pub dtype: DType,
-    pub is_frozen: fn(&str) -> bool,
+    pub is_frozen: Option<fn(&str) -> bool>,
     pub recompute: Recompute,
     pub adapters: Adapters,
     /// Form of frozen weights.
@@ -102,7 +102,7 @@ impl Default for Variant {
     fn default() -> Self {
         Self {
             dtype: DType::F32,
-            is_frozen: |_| false,
+            is_frozen: None,
             recompute: Recompute::None,
             adapters: Adapters::None,
             frozen_format: None,
@@ -271,8 +271,11 @@ pub fn load_offloaded(
 ) -> Result<ModelPart> {
     let store = ParamStore::from_pretrained(fixture.model_dir())?
         .with_data_parallel(layout.data_parallel())
-        .with_offload(offload.clone())
-        .freeze(variant.is_frozen);
+        .with_offload(offload.clone());
+    let store = match variant.is_frozen {
+        Some(is_frozen) => store.freeze(is_frozen),
+        None => store,
+    };
     let store = match variant.frozen_format {
         Some(format) => store.with_frozen_format(format),
         None => store,

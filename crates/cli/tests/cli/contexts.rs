@@ -166,19 +166,18 @@ fn sequences_that_cannot_be_shared_are_refused() {
         ),
         (
             &[("--cp", "4"), ("--ulysses", "3")],
-            &["--ulysses 3 does not divide --cp 4", "hint: --ulysses 4"],
-        ),
-        (
-            &[("--cp", "16"), ("--cp-method", "ulysses")],
             &[
-                "16",
-                "query heads of a tensor-parallel rank",
-                "hint: --ulysses",
+                "ulysses 3 does not divide cp 4",
+                "hint: ulysses 4 (--ulysses 4)",
             ],
         ),
         (
+            &[("--cp", "16"), ("--cp-method", "ulysses")],
+            &["16", "query heads of a tensor-parallel rank", "(--ulysses"],
+        ),
+        (
             &[("--cp", "16"), ("--ulysses", "16")],
-            &["--ulysses 16 is more than", "hint: --ulysses"],
+            &["ulysses 16 is more than", "(--ulysses"],
         ),
         (
             &[("--sequence-parallel", "")],

@@ -87,7 +87,7 @@ fn the_same_command_again_is_told_how_to_go_on() {
         .flag("--data", workspace.path("missing.txt").display());
     let parts = [
         "is a checkpoint already, and this run would begin anew",
-        "hint: --resume latest goes on",
+        "(--resume latest) goes on",
     ];
     workspace.run_refused(&again, &parts);
     let outcome = run

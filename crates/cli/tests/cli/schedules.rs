@@ -154,7 +154,7 @@ fn what_a_schedule_does_not_take_is_refused_with_what_it_takes() {
             &[("--schedule", "zb-2p"), ("--virtual-stages", "2")][..],
             &[
                 "the schedule zb-2p has 1 stage on each rank, got 2",
-                "hint: --virtual-stages 1",
+                "(--virtual-stages 1)",
             ][..],
         ),
         (

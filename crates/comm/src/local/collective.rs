@@ -8,7 +8,7 @@ use candle_core::{Device, Result, Tensor};
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::slot::{Deposit, Outputs, Slot};
-use super::world::{Polled, State};
+use super::world::Polled;
 use super::{LocalCommunicator, host};
 use crate::adopted::{Adopted, GivenAway};
 use crate::call::Call;
@@ -110,8 +110,9 @@ impl InFlight {
         let LocalCommunicator {
             world, group, rank, ..
         } = &self.comm;
-        let output = world.wait(self.comm.world_rank(), &self.call, |state: &mut State| {
-            let found = state.look_at((*group, self.seq), |slot| look(slot, *rank));
+        let id = (*group, self.seq);
+        let output = world.wait(self.comm.world_rank(), &self.call, Some(id), |state| {
+            let found = state.look_at(id, |slot| look(slot, *rank));
             found.unwrap_or(Ok(Polled::Ready(None)))
         })?;
         Ok(output.map(|output| output.xs))

@@ -166,7 +166,7 @@ impl BatchInFlight {
 impl Work for BatchInFlight {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         let (world, rank) = (&self.comm.world, self.comm.world_rank());
-        let received = world.wait(rank, &self.call, |_| self.poll())?;
+        let received = world.wait(rank, &self.call, None, |_| self.poll())?;
         let sent = self.recvs.iter().filter_map(|recv| recv.letterbox.get());
         if let Some(last) = sent.map(|sent| sent.arrival).max() {
             std::thread::sleep(last.saturating_duration_since(Instant::now()));

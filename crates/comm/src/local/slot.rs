@@ -87,6 +87,16 @@ impl Slot {
         Some(all)
     }
 
+    /// World ranks that have not arrived.
+    pub fn missing(&self) -> Vec<usize> {
+        let Phase::Gathering(deposits) = &self.phase else {
+            return Vec::new();
+        };
+        let missing = self.members.iter().zip(deposits);
+        let missing = missing.filter(|(_, deposit)| deposit.is_none());
+        missing.map(|(member, _)| *member).collect()
+    }
+
     /// Whether two ranks called different operations, or the work failed.
     pub fn has_failed(&self) -> bool {
         matches!(self.phase, Phase::Failed(_))
@@ -109,12 +119,7 @@ impl Slot {
     /// Takes a rank's output, if the operation is over: `None` if it is in its place.
     pub fn take(&mut self, rank: usize) -> Result<Polled<Option<GivenAway>>, Error> {
         let found = match &mut self.phase {
-            Phase::Gathering(deposits) => {
-                let missing = self.members.iter().zip(deposits);
-                let missing = missing.filter(|(_, deposit)| deposit.is_none());
-                let missing = missing.map(|(member, _)| *member).collect();
-                return Ok(Polled::Missing(missing));
-            }
+            Phase::Gathering(_) => return Ok(Polled::Missing(self.missing())),
             Phase::Working => return Ok(Polled::Missing(Vec::new())),
             Phase::Done(outputs) => Ok(Polled::Ready(outputs[rank].take())),
             Phase::Failed(error) => Err(error.clone()),

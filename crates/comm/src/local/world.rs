@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::ThreadId;
 use std::time::Duration;
 
 use candle_core::Device;
@@ -42,11 +43,13 @@ pub(super) struct State {
     /// The first rank that failed.
     failure: Option<Failure>,
     ranks: Vec<RankState>,
-    /// By group and the number of the collective there.
-    pub slots: HashMap<(i64, u64), Slot>,
+    pub slots: HashMap<SlotId, Slot>,
     /// By group, source and destination, group ranks.
     pub channels: HashMap<(i64, usize, usize), Channel>,
 }
+
+/// A group, and the number of a collective there.
+pub(super) type SlotId = (i64, u64);
 
 struct Failure {
     rank: usize,
@@ -64,12 +67,18 @@ struct RankState {
     ended: bool,
     /// Its threads that sleep until an operation is complete.
     num_waiting: usize,
+    /// The collective that the last of these sleeps for, if it is one.
+    waits_for: Option<SlotId>,
+    /// The thread that starts its operations.
+    thread: Option<ThreadId>,
+    /// Whether several threads do: what one of them waits for another may bring about.
+    has_threads: bool,
     num_delays: u64,
 }
 
 impl State {
     /// What `look` finds at a collective, which is forgotten when none of the ranks wants anything more from it.
-    pub fn look_at<T>(&mut self, id: (i64, u64), look: impl FnOnce(&mut Slot) -> T) -> Option<T> {
+    pub fn look_at<T>(&mut self, id: SlotId, look: impl FnOnce(&mut Slot) -> T) -> Option<T> {
         let slot = self.slots.get_mut(&id)?;
         let found = look(slot);
         if slot.is_over() {
@@ -81,8 +90,46 @@ impl State {
     /// Notes what a rank starts. An error if a rank has failed: nothing new starts after that.
     pub fn begin(&mut self, world_rank: usize, request: &Request<'_>) -> Result<(), Error> {
         self.check_alive(world_rank, &request.call)?;
-        self.ranks[world_rank].last = Some(request.call.clone());
+        let rank = &mut self.ranks[world_rank];
+        rank.last = Some(request.call.clone());
+        let thread = std::thread::current().id();
+        rank.has_threads |= *rank.thread.get_or_insert(thread) != thread;
         Ok(())
+    }
+
+    /// The ranks that a rank waits for in a collective, if all that its one thread does is to wait.
+    fn awaited(&self, rank: usize) -> Vec<usize> {
+        let state = &self.ranks[rank];
+        let waits_for = state.waits_for.filter(|_| state.num_waiting == 1);
+        let slot = waits_for.and_then(|id| self.slots.get(&id));
+        match slot.filter(|_| !state.has_threads) {
+            Some(slot) => slot.missing(),
+            None => Vec::new(),
+        }
+    }
+
+    /// Ranks, this one among them, that wait for each other in a circle: for ever.
+    fn cycle(&self, rank: usize) -> Option<Vec<usize>> {
+        let mut path = vec![rank];
+        let mut is_dead_end = vec![false; self.ranks.len()];
+        while let Some(&last) = path.last() {
+            let awaited = self.awaited(last);
+            if awaited.contains(&rank) {
+                path.sort_unstable();
+                return Some(path);
+            }
+            let next = awaited
+                .into_iter()
+                .find(|next| !is_dead_end[*next] && !path.contains(next));
+            match next {
+                Some(next) => path.push(next),
+                None => {
+                    is_dead_end[last] = true;
+                    path.pop();
+                }
+            }
+        }
+        None
     }
 
     fn check_alive(&self, waiting: usize, call: &Call) -> Result<(), Error> {
@@ -260,11 +307,13 @@ impl World {
         state.channels.values().map(Channel::num_undelivered).sum()
     }
 
-    /// Blocks world rank `rank` until `poll` is ready, a rank fails, a rank that is needed leaves, or the deadline.
+    /// Blocks world rank `rank` until `poll` is ready, a rank fails, a rank that is needed leaves, ranks are seen to
+    /// wait for each other, or the deadline. `slot` is the collective that is waited for, if it is one.
     pub(super) fn wait<T>(
         &self,
         rank: usize,
         call: &Call,
+        slot: Option<SlotId>,
         mut poll: impl FnMut(&mut State) -> Result<Polled<T>, Error>,
     ) -> Result<T, Error> {
         let mut deadline = Deadline::new(self.deadline);
@@ -279,6 +328,16 @@ impl World {
                 break Err(error);
             }
             state.ranks[rank].num_waiting += 1;
+            state.ranks[rank].waits_for = slot;
+            if let Some(ranks) = state.cycle(rank) {
+                state.ranks[rank].num_waiting -= 1;
+                break Err(Error::Deadlock {
+                    waiting: rank,
+                    call: call.to_string(),
+                    ranks: rank_list(&ranks),
+                    report: state.last_operations(),
+                });
+            }
             state = deadline.wait(&self.wake[rank], state);
             state.ranks[rank].num_waiting -= 1;
         };

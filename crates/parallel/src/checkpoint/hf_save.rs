@@ -164,7 +164,7 @@ impl HfSave {
             (true, false) => Ok(()),
             (true, true) if self.overwrite || self.is_of_this_run(place) => Ok(()),
             (true, true) => refuse(format!(
-                "it holds a model already{}\nhint: --overwrite replaces it, --output chooses another folder",
+                "it holds a model already{}\nhint: HfSave::overwrite (--overwrite) replaces it, another folder (--output) leaves it",
                 self.difference_to(place)
             )),
         }

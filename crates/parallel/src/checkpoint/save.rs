@@ -46,6 +46,7 @@ pub(crate) fn save_with_masters(
     params.check_copies(mesh, "when it was to be saved", |index| {
         params.values(index)
     })?;
+    params.check_replicas(mesh, "when it was to be saved")?;
     let save_sources = params.save_sources(mesh)?;
     let model = SavedModel::of(params, &save_sources);
     let write = |save: &HfSave| {

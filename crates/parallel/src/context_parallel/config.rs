@@ -45,12 +45,12 @@ impl ContextConfig {
         if let Some(ulysses) = self.ulysses {
             if ulysses == 0 || !cp.is_multiple_of(ulysses) {
                 bail!(
-                    "--ulysses {ulysses} does not divide --cp {cp}: groups that exchange heads for rows lie in a ring\nhint: --ulysses {largest}"
+                    "ulysses {ulysses} does not divide cp {cp}: groups that exchange heads for rows lie in a ring\nhint: ulysses {largest} (--ulysses {largest})"
                 );
             }
             if ulysses > num_q_heads {
                 bail!(
-                    "--ulysses {ulysses} is more than the {num_q_heads} query heads of a tensor-parallel rank\nhint: --ulysses {largest}"
+                    "ulysses {ulysses} is more than the {num_q_heads} query heads of a tensor-parallel rank\nhint: ulysses {largest} (--ulysses {largest})"
                 );
             }
         }
@@ -62,7 +62,7 @@ impl ContextConfig {
             (ContextMethod::Auto, Some(ulysses)) => Ok((ulysses, false)),
             (ContextMethod::Ulysses, Some(ulysses)) => Ok((ulysses, false)),
             (ContextMethod::Ulysses, None) if cp > num_q_heads => bail!(
-                "--cp-method ulysses with --cp {cp} has more ranks than the {num_q_heads} query heads of a tensor-parallel rank\nhint: --ulysses {largest}, groups in a ring"
+                "the method ulysses with cp {cp} has more ranks than the {num_q_heads} query heads of a tensor-parallel rank\nhint: ulysses {largest} (--ulysses {largest}), groups in a ring"
             ),
             (ContextMethod::Ulysses, None) => Ok((cp, false)),
             (ContextMethod::Auto, None) => {

@@ -130,6 +130,20 @@ impl Gradients {
         }
     }
 
+    /// Whether this step's regions are to be [watched](crate::layers::watched).
+    pub(crate) fn watches_regions(&self) -> bool {
+        self.borders.is_some()
+    }
+
+    /// Notes what entered regions in a pass of a block, in the first steps.
+    pub(crate) fn note_entered(&mut self, block: usize, entered: Vec<u64>) {
+        if let Some(borders) = &mut self.borders {
+            for sum in entered {
+                borders.note(Shared::RegionInput(block), borders.len(), sum);
+            }
+        }
+    }
+
     /// An error unless these are gradients of `params`.
     pub(crate) fn check_are_of(&self, params: &Parameters) -> Result<()> {
         if self.params.are_those_of(params) {

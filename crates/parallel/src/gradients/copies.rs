@@ -12,7 +12,8 @@ use crate::placement::{Gradient, Placement, intersect};
 
 impl Gradients {
     /// What this rank adds to the step's sum to compare, over tensor-parallel ranks, the gradients of the parameters of which all hold
-    /// copies, the loss, and how many collectives each block made. `reduced` has the buckets as they are used for the update.
+    /// copies, the loss, what blocks report, and how many collectives each block made. `reduced` has the buckets as
+    /// they are used for the update.
     pub(super) fn compared_copies(&self, reduced: &ReducedBuckets) -> Result<f64> {
         let tp = &self.mesh.tp;
         if tp.world_size() == 1 {
@@ -35,6 +36,9 @@ impl Gradients {
         }
         for values in &compared {
             has = has.rotate_left(1) ^ checksum(values)?;
+        }
+        for (name, reported) in &self.totals.reported {
+            has = has.rotate_left(1) ^ reported.condensed(name);
         }
         let place = [self.mesh.pp.rank(), self.mesh.replicas.rank()];
         Ok(Comparison::over(tp, &place).summand(has))
@@ -91,6 +95,9 @@ impl Gradients {
     /// The error, on every rank, for copies that were found to differ. Every rank must call it.
     pub(super) fn blame_copies(&self, reduced: &ReducedBuckets, when: &str) -> Result<()> {
         let mut checksums = Checksums::default();
+        for (name, reported) in &self.totals.reported {
+            checksums.note(Shared::Report(name.clone()), 0, reported.condensed(name));
+        }
         for copy in self.copies(reduced, |_| true)? {
             let name = self.params.get(copy.param).name.clone();
             checksums.add(

@@ -13,4 +13,5 @@ mod transfer;
 
 pub use accumulate::Gradients;
 pub use gradient_sums::GradientSums;
+pub(crate) use reduced::UpdateNotice;
 pub use reduced::{ReducedGradients, ReducedLoss};

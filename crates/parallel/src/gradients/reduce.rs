@@ -11,11 +11,11 @@ use candle_comm::ReduceOp;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::accumulate::Gradients;
-use super::reduced::{ReducedBuckets, ReducedGradients, ReducedLoss, compare_update};
+use super::reduced::{ReducedBuckets, ReducedGradients, ReducedLoss, UpdateNotice, compare_update};
 use super::shared::sum_shared_ranges;
 use super::squares::Squares;
 use super::transfer::Sum;
-use crate::agreement::{Comparison, Facts};
+use crate::agreement::{Comparison, Facts, exchange};
 use crate::memory::MemoryCategory;
 use crate::params::{Bucket, FlatBuffer, Parameters, Sharing, Slot};
 use crate::pass::{PipelineRank, Reported};
@@ -48,6 +48,8 @@ struct Compared {
     copies: f64,
     /// Of what all ranks say about the update.
     update: f64,
+    /// How far weights are from where the last update left them, one value on the device.
+    written: Option<Tensor>,
 }
 
 /// Steps in which tensor-parallel ranks compare what passes between blocks: more than one, as a weight that begins as zeros hides what is
@@ -55,7 +57,7 @@ struct Compared {
 const NUM_COMPARED: usize = 3;
 
 /// Numbers that a step sums over all ranks.
-const NUM_SUMS: usize = 7;
+const NUM_SUMS: usize = 8;
 
 /// Numbers of each rank of a pipeline that come with them.
 const NUM_OF_RANK: usize = 3;
@@ -300,13 +302,13 @@ impl Gradients {
     }
 
     /// [`Self::reduce`], for an update about which all ranks must say the same.
-    pub(crate) fn reduce_for(&mut self, update: Option<&Facts>) -> Result<ReducedGradients> {
+    pub(crate) fn reduce_for(&mut self, update: Option<&UpdateNotice>) -> Result<ReducedGradients> {
         let reduced = self.sum_and_compare(update);
         self.clear();
         reduced
     }
 
-    fn sum_and_compare(&mut self, update: Option<&Facts>) -> Result<ReducedGradients> {
+    fn sum_and_compare(&mut self, update: Option<&UpdateNotice>) -> Result<ReducedGradients> {
         let params = self.params.clone();
         let buckets = &params.layout().buckets;
         let mut reduced = Vec::with_capacity(buckets.len());
@@ -337,18 +339,14 @@ impl Gradients {
         let compared = Compared {
             copies: self.compared_copies(&reduced)?,
             update: self.compared_update(update),
+            written: match update.and_then(|update| update.written.as_ref()) {
+                Some(written) => Some(written.distance()?),
+                None => None,
+            },
         };
         let (sums, pipeline) = self.sums(squares, &compared)?;
         self.judge(&reduced, &sums, update)?;
-        let [
-            squares,
-            loss_sum,
-            num_targets,
-            num_asking,
-            num_reported,
-            _,
-            _,
-        ] = sums;
+        let [squares, loss_sum, num_targets, num_asking, num_reported, ..] = sums;
         if num_targets <= 0.0 {
             bail!("the global batch has no targets: there is nothing to learn from");
         }
@@ -381,10 +379,43 @@ impl Gradients {
         })
     }
 
-    /// What this rank adds to the step's sum to compare what all say of the update.
-    fn compared_update(&self, update: Option<&Facts>) -> f64 {
-        let says = update.map_or(0, Facts::hash);
-        Comparison::over(&self.mesh.world, &[]).summand(says ^ self.loss_scale.to_bits())
+    /// What this rank adds to the step's sum to compare what all say of the update, the ranks of a replica of the
+    /// number of its targets, and data-parallel ranks of weights that were set.
+    fn compared_update(&self, update: Option<&UpdateNotice>) -> f64 {
+        let (mesh, said) = (&self.mesh, self.totals.said_targets);
+        let says = update.map_or(0, |update| update.facts.hash());
+        let says = says ^ self.loss_scale.to_bits() ^ u64::from(said.is_some());
+        let (replica, part) = ([mesh.dp.rank()], [mesh.pp.rank(), mesh.tp.rank()]);
+        let set = self.params.set_since_update();
+        Comparison::over(&mesh.world, &[]).summand(says)
+            + Comparison::over_replica(mesh, &replica).summand(said.map_or(0, f64::to_bits))
+            + Comparison::over(&mesh.replicas, &part).summand(set)
+    }
+
+    /// An error on every rank that names two ranks which were told other numbers of targets, if there are. Every rank
+    /// must call it.
+    fn blame_targets(&self) -> Result<()> {
+        let own = (self.mesh.dp.rank(), self.totals.said_targets);
+        let all = match exchange(&self.mesh.world, &Ok(own))? {
+            Ok(all) => all,
+            Err(message) => bail!("{message}"),
+        };
+        let in_words =
+            |said: Option<f64>| said.map_or("nothing".to_string(), |said| said.to_string());
+        for (rank, &(replica, said)) in all.iter().enumerate() {
+            let is_other = |&(of, other): &(usize, Option<f64>)| {
+                other.is_some() != said.is_some() || of == replica && other != said
+            };
+            if let Some(mate) = all.iter().position(is_other) {
+                bail!(
+                    "Gradients::set_num_targets was told {} on rank {mate} and {} on rank {rank}\nhint: all ranks are told a number in a step, or \
+                     none; the ranks of a replica the same",
+                    in_words(all[mate].1),
+                    in_words(said)
+                );
+            }
+        }
+        Ok(())
     }
 
     /// An error on every rank if ranks do not have alike what they must.
@@ -392,10 +423,14 @@ impl Gradients {
         &mut self,
         reduced: &ReducedBuckets,
         sums: &[f64; NUM_SUMS],
-        update: Option<&Facts>,
+        update: Option<&UpdateNotice>,
     ) -> Result<()> {
         let params = self.params.clone();
-        let [squares, loss_sum, .., copies, said] = *sums;
+        let [squares, loss_sum, .., copies, said, written] = *sums;
+        if written > 0.0 {
+            let written = update.and_then(|update| update.written.as_ref());
+            params.blame_written(&self.mesh, written)?;
+        }
         let mut when = "in this step";
         // What has overflowed says nothing.
         let is_finite = squares.is_finite() && loss_sum.is_finite();
@@ -414,7 +449,9 @@ impl Gradients {
             self.blame_copies(reduced, when)?;
         }
         if said != 0.0 {
-            let mut says = update.cloned().unwrap_or_default();
+            self.blame_targets()?;
+            params.blame_set(&self.mesh)?;
+            let mut says = update.map_or_else(Facts::default, |update| update.facts.clone());
             says.add("the loss scale", self.loss_scale);
             compare_update(&self.mesh, &says)?;
         }
@@ -453,6 +490,7 @@ impl Gradients {
         let num_asking = filled(f64::from(u8::from(totals.asks_to_stop)))?;
         let num_reported = filled(totals.reported.len() as f64)?;
         let (copies, update) = (filled(compared.copies)?, filled(compared.update)?);
+        let written = compared.written.clone().unwrap_or_else(|| zero.clone());
         let mut sums = vec![
             squares,
             loss_sum,
@@ -461,6 +499,7 @@ impl Gradients {
             num_reported,
             copies,
             update,
+            written,
         ];
         for numbers in self.of_pipeline_ranks() {
             let numbers = numbers.into_iter().map(filled);

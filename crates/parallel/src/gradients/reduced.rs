@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::sum_store::SumStore;
 use crate::agreement::Facts;
-use crate::params::{FlatBuffer, Parameters};
+use crate::params::{FlatBuffer, Parameters, WrittenWeights};
 use crate::pass::PipelineRank;
 use crate::placement::intersect;
 
@@ -45,6 +45,14 @@ impl ReducedBuckets {
             Self::Away(sums) => sums.own(index),
         }
     }
+}
+
+/// What a rank says of the update for which gradients are summed.
+pub(crate) struct UpdateNotice {
+    /// What all ranks must say alike.
+    pub facts: Facts,
+    /// What was found of the weights since the last update.
+    pub written: Option<WrittenWeights>,
 }
 
 /// The loss of a step, over all ranks.
@@ -209,6 +217,7 @@ pub(super) fn compare_update(mesh: &Mesh, says: &Facts) -> Result<()> {
     says.compare(
         &mesh.world,
         "ranks disagree about an update",
-        "every rank computes learning rate and clipping from the same numbers, such as that of the step",
+        "every rank has the same rule with the same constants, and computes learning rate and clipping from the same numbers, such as that of \
+         the step",
     )
 }

@@ -3,6 +3,7 @@
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::layers::is_each_the_whole;
 use crate::params::{Bucket, FlatBuffer, Parameters};
 use crate::placement::Gradient;
 
@@ -90,18 +91,7 @@ fn write_through(view: &Tensor, values: &Tensor) -> Result<()> {
 /// An error if `mine` is no summand of `sum`, which the `num_holders` ranks that hold a parameter added up, but the whole gradient, on
 /// each of them: it would count as often. Whether something can be said of it: not of zeros, nor of what has overflowed.
 fn check_is_summand(name: &str, mine: &Tensor, sum: &Tensor, num_holders: usize) -> Result<bool> {
-    let values = |values: &Tensor| values.flatten_all()?.to_vec1::<f32>();
-    let (mine, sum) = (values(mine)?, values(sum)?);
-    // Equal summands give a multiple of one, up to the rounding of the additions.
-    let factor = num_holders as f32;
-    let is_multiple = |(mine, sum): (&f32, &f32)| {
-        (sum - factor * mine).abs() <= factor * f32::EPSILON * (factor * mine).abs()
-    };
-    let has_values = mine
-        .iter()
-        .zip(&sum)
-        .any(|(mine, sum)| *mine != 0.0 || *sum != 0.0);
-    if has_values && mine.iter().zip(&sum).all(is_multiple) {
+    if is_each_the_whole(mine, sum, num_holders)? {
         bail!(
             "the gradient of parameter {name} is the same on all {num_holders} tensor-parallel ranks that hold these values of it, though \
              it should be a summand on each: summed, it would be {num_holders} times too large\nhint: a weight that all ranks use on \
@@ -110,5 +100,7 @@ fn check_is_summand(name: &str, mine: &Tensor, sum: &Tensor, num_holders: usize)
              is not parallel"
         );
     }
+    let sum = sum.flatten_all()?.to_vec1::<f32>()?;
+    let has_values = sum.iter().any(|sum| *sum != 0.0);
     Ok(has_values && sum.iter().all(|sum| sum.is_finite()))
 }

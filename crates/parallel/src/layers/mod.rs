@@ -9,6 +9,7 @@ mod layer;
 mod layer_ranks;
 mod low_rank;
 mod region;
+mod region_watch;
 pub mod regions;
 mod row_parallel_linear;
 mod tape;
@@ -26,6 +27,7 @@ pub use layer::Layer;
 pub use layer_ranks::LayerRanks;
 pub use low_rank::LowRank;
 pub use region::Region;
+pub(crate) use region_watch::{is_each_the_whole, note_entered, watched};
 pub use row_parallel_linear::{RowParallelLinear, row_parallel_linear, row_parallel_linear_shard};
 pub use tape::Tape;
 pub use vocab_parallel_cross_entropy::{

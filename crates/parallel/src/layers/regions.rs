@@ -15,6 +15,7 @@ use candle_core::{D, Result, Tensor, bail};
 use candle_ops::with_backward1;
 
 use super::region::Region;
+use super::region_watch::{check_is_summand, note_entered};
 use crate::pass::Pass;
 use crate::placement::part;
 
@@ -26,12 +27,17 @@ pub fn copy_to_tensor_parallel_region(xs: &Tensor, tp: &ProcessGroup) -> Result<
     if tp.world_size() == 1 {
         return Ok(xs.clone());
     }
+    note_entered(xs, tp)?;
     let tp = tp.clone();
     with_backward1(
         xs,
         xs.detach(),
         "copy_to_tensor_parallel_region",
-        move |grad| Ok(Some(tp.all_reduce(grad, ReduceOp::Sum)?)),
+        move |grad| {
+            let sum = tp.all_reduce(grad, ReduceOp::Sum)?;
+            check_is_summand("the gradient of what enters a region", grad, &sum, &tp)?;
+            Ok(Some(sum))
+        },
     )
 }
 
@@ -44,6 +50,7 @@ pub fn reduce_from_tensor_parallel_region(xs: &Tensor, tp: &ProcessGroup) -> Res
         return Ok(xs.clone());
     }
     let sum = tp.all_reduce(&xs.detach(), ReduceOp::Sum)?;
+    check_is_summand("what leaves a region", xs, &sum, tp)?;
     with_backward1(xs, sum, "reduce_from_tensor_parallel_region", |grad| {
         Ok(Some(grad.clone()))
     })

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_comm::Mesh;
 use candle_core::{DType, Result, Tensor, Var, bail};
@@ -14,10 +15,10 @@ use super::rules::Rules;
 use super::state_store::{BucketState, StateStore};
 use super::{AdamW, AdamWConfig, Optimizer, ParamGroup};
 use crate::agreement::Facts;
-use crate::gradients::{Gradients, ReducedGradients, ReducedLoss};
+use crate::gradients::{Gradients, ReducedGradients, ReducedLoss, UpdateNotice};
 use crate::memory::{MemoryCategory, num_bytes};
 use crate::params::{
-    BucketWeights, FlatBuffer, Parameters, ReplicaGroups, SaveSource, gather_range,
+    BucketWeights, FlatBuffer, Parameters, ReplicaGroups, SaveSource, SeenWeights, gather_range,
 };
 use crate::pass::PipelineRank;
 use crate::placement::{intersect, offset_by};
@@ -31,6 +32,10 @@ pub struct DistributedOptimizer {
     pub(super) num_steps: usize,
     has_diverged: bool,
     pub(super) scaler: Option<LossScaler>,
+    /// Some of the weights, as the last update left them.
+    seen: Option<SeenWeights>,
+    /// Says that the parameters have an optimizer.
+    _claim: Arc<()>,
 }
 
 /// Buckets of weights whose whole is on its way at a time with ZeRO-2.
@@ -58,8 +63,8 @@ impl DistributedOptimizer {
     /// [says](crate::ParamStore::with_offload).
     ///
     /// # Errors
-    /// Constants out of their range, parameters of a type that cannot be trained, and memory that is missing; a folder that is missing, full
-    /// or may not be written to.
+    /// Constants out of their range, parameters of a type that cannot be trained or that have an optimizer already, and
+    /// memory that is missing; a folder that is missing, full or may not be written to.
     pub fn new(params: &Parameters, mesh: &Mesh, rule: impl Optimizer + 'static) -> Result<Self> {
         if params.is_empty() {
             bail!(
@@ -73,6 +78,7 @@ impl DistributedOptimizer {
                 params.catalog().len()
             );
         }
+        let claim = params.claim_for_optimizer()?;
         let rules = Rules::new(Box::new(rule), Vec::new(), params)?;
         let store = new_store(params, &rules, mesh)?;
         Ok(Self {
@@ -83,6 +89,8 @@ impl DistributedOptimizer {
             num_steps: 0,
             has_diverged: false,
             scaler: None,
+            seen: None,
+            _claim: claim,
         })
     }
 
@@ -183,6 +191,7 @@ impl DistributedOptimizer {
     /// The local values of parameter `index` before they were rounded to its type; `None` if it is f32 or frozen. Every
     /// data-parallel rank must call it.
     pub(crate) fn master(&self, index: usize) -> Result<Option<Tensor>> {
+        self.follow_set_weights()?;
         let layout = self.params.layout();
         let Some((bucket, _)) = layout.place(index) else {
             return Ok(None);
@@ -235,13 +244,22 @@ impl DistributedOptimizer {
         max_norm: Option<f64>,
     ) -> Result<StepReport> {
         gradients.check_are_of(&self.params)?;
-        let reduced = gradients.reduce_for(Some(&self.update_facts(lr, max_norm)))?;
+        let written = match self.seen.take() {
+            Some(seen) => self.params.written_since(&seen)?,
+            None => None,
+        };
+        let update = UpdateNotice {
+            facts: self.update_facts(lr, max_norm),
+            written,
+        };
+        let reduced = gradients.reduce_for(Some(&update))?;
         self.step_reduced(reduced, lr, max_norm)
     }
 
     /// What all ranks must say alike of an update.
     fn update_facts(&self, lr: f64, max_norm: Option<f64>) -> Facts {
         let mut facts = Facts::default();
+        facts.add("the optimizer's rule", self.rules.main().describe());
         facts.add("the number of the update", self.num_steps + 1);
         facts.add("the learning rate", lr);
         facts.add("the groups of parameters", self.rules.described());
@@ -301,6 +319,7 @@ impl DistributedOptimizer {
         }
         // Weights that nobody asked for since the last update are still on their way.
         self.params.pending().wait_for_all()?;
+        self.follow_set_weights()?;
         let params = self.params.clone();
         let layout = params.layout();
         let number = self.num_steps + 1;
@@ -337,6 +356,12 @@ impl DistributedOptimizer {
             params.pending().wait_for_all_but(max_gathers)?;
         }
         self.set_num_steps(number);
+        params.forget_set();
+        // Another bucket after each update: all in turn, at next to no cost.
+        self.seen = match layout.buckets.len() {
+            0 => None,
+            num_buckets => params.see_weights(number % num_buckets)?,
+        };
         Ok(())
     }
 

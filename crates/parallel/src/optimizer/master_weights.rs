@@ -68,6 +68,7 @@ impl DistributedOptimizer {
         range: &Range<usize>,
         mut look: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
     ) -> Result<()> {
+        self.follow_set_weights()?;
         let look = |part: &Range<usize>, state: &BucketState| {
             look(part, &self.joined(index, part, state)?)
         };
@@ -77,6 +78,36 @@ impl DistributedOptimizer {
     /// Lets `change` write to the state of bucket `index`, part by part, with its masters in f32. Weights that are a part of their masters
     /// change with these.
     pub(super) fn change(
+        &self,
+        index: usize,
+        change: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
+    ) -> Result<()> {
+        self.follow_set_weights()?;
+        self.change_masters(index, change)
+    }
+
+    /// Gives masters the values to which a program has [set](Parameters::set) their weights.
+    pub(super) fn follow_set_weights(&self) -> Result<()> {
+        for (param, values) in self.params.take_ahead_of_masters() {
+            let Some((bucket, whole, slot)) = self.params.layout().slot(param) else {
+                continue;
+            };
+            let mine = intersect(&slot.range, &self.params.groups().own_range(whole.len));
+            self.change_masters(bucket, |part, state| {
+                let own = part_of_own(&self.params, bucket, part);
+                let both = intersect(&mine, &own);
+                let Some(masters) = state.master.as_ref().filter(|_| !both.is_empty()) else {
+                    return Ok(());
+                };
+                let values = values.narrow(0, both.start - mine.start, both.len())?;
+                let values = values.force_contiguous()?.to_device(masters.device())?;
+                masters.slice_set(&values, 0, both.start - own.start)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn change_masters(
         &self,
         index: usize,
         mut change: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,

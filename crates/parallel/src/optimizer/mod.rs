@@ -33,7 +33,14 @@ use crate::params::Param;
 ///
 /// A [`DistributedOptimizer`] keeps its state, one f32 value of each name for each value of a parameter that the rank updates,
 /// and calls it for a bucket of parameters at a time, with ZeRO-3 for a parameter. A [`ParamGroup`] may have another rule than the rest.
-pub trait Optimizer: Send {
+///
+/// A rule's `Debug` form is what ranks [compare](Self::describe): `#[derive(Debug)]` has its constants.
+pub trait Optimizer: std::fmt::Debug + Send {
+    /// The rule with its constants, which every rank must have alike: compared in each update.
+    fn describe(&self) -> String {
+        format!("{self:?}")
+    }
+
     /// Names of the kinds of state, which begin as zeros: `exp_avg` and `exp_avg_sq` for AdamW.
     fn state_names(&self) -> &'static [&'static str];
 

@@ -145,13 +145,20 @@ impl Rules {
         let groups = self.groups.iter().enumerate().map(|(index, group)| {
             let num_params = places.iter().filter(|place| **place == Some(index)).count();
             format!(
-                "{num_params} parameters with lr_scale {}, weight_decay {:?}, state {:?}",
+                "{num_params} parameters with lr_scale {}, weight_decay {:?}, rule {}",
                 group.lr_scale,
                 group.weight_decay,
-                group.rule().map(Optimizer::state_names)
+                group
+                    .rule()
+                    .map_or("of all".to_string(), Optimizer::describe)
             )
         });
         format!("[{}]", groups.collect::<Vec<_>>().join("; "))
+    }
+
+    /// The rule of all parameters that no group gives another one.
+    pub fn main(&self) -> &dyn Optimizer {
+        &*self.main
     }
 
     /// Names of all kinds of state, each once.

@@ -108,7 +108,8 @@ impl Param {
         self.trainable && self.is_of_blocks() && self.num_values() > 0 && !self.is_used_at_times
     }
 
-    /// The local values, outside of any graph, when all updates have arrived. To change them is for [`Parameters::refill`](crate::Parameters::refill) alone.
+    /// The local values, outside of any graph, when all updates have arrived. To change them is for
+    /// [`Parameters::set`](crate::Parameters::set) alone.
     ///
     /// # Errors
     /// The values are not here, as they were [released](crate::Parameters::release) or replicas divide them (ZeRO-3: see

@@ -17,6 +17,7 @@ use super::param::Param;
 use super::param_spec::{ParamSpec, SharedRange};
 use super::pending_weights::PendingWeights;
 use super::rank_spec::RankSpec;
+use super::set_weights::SetWeights;
 use super::sharded_weights::ShardedWeights;
 use super::slices::gather_range;
 use super::source::Source;
@@ -57,6 +58,7 @@ struct Inner {
     /// Of each parameter whose values are in memory.
     held: Mutex<Vec<Option<MemoryGuard>>>,
     changes: Changes,
+    set_weights: SetWeights,
     /// Updates that an optimizer has made, on which dropout depends.
     num_updates: AtomicUsize,
 }
@@ -180,6 +182,7 @@ impl Parameters {
                 waiting,
                 held: Mutex::new(held.collect()),
                 changes: Changes::new(params.len()),
+                set_weights: SetWeights::default(),
                 num_updates: AtomicUsize::new(0),
                 meter,
                 owned,
@@ -340,7 +343,8 @@ impl Parameters {
     }
 
     /// The local values of parameter `index`, outside of any graph, when all updates have arrived. If data-parallel ranks
-    /// divide them (ZeRO-3) they are gathered: every rank of `mesh.replicas` must call this, and has this one parameter whole.
+    /// divide them (ZeRO-3) they are gathered: every rank of `mesh.replicas` must call this, and has this one parameter
+    /// whole. They are for reading: [`Self::set`] writes.
     ///
     /// # Errors
     /// Values that were [released](Self::release), and failures of ranks.
@@ -385,6 +389,7 @@ impl Parameters {
         next: Option<usize>,
         change: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
+        self.set_weights().note_write();
         match self.sharded() {
             Some(sharded) => sharded.change(index, next, change),
             None => change(),
@@ -470,15 +475,18 @@ impl Parameters {
     /// Gives parameter `index`, which no replicas divide, other values, of its local shape.
     pub(crate) fn put(&self, index: usize, values: &Tensor) -> Result<()> {
         let param = self.get(index);
+        self.set_weights().note_write();
         param.refill(values)?;
         param.pack()?;
         self.count(index);
         Ok(())
     }
 
-    /// Puts values back into parameter `index`, behind every tensor that layers captured; `values` has its local shape, type
-    /// and device. The next update goes on from these values, of bf16 weights up to half a unit in their last place, unless the
-    /// optimizer has f32 masters of the parameter, as of f16 weights: it then goes on from those. With ZeRO-3 each rank keeps its slice of the values, so all replicas put in the same.
+    /// Puts values back into parameter `index`, which were [released](Self::release), behind every tensor that layers
+    /// captured; `values` has its local shape, type and device. Other values are for [`Self::set`]: the next update
+    /// goes on from these values, of bf16 weights up to half a unit in their last place, unless the optimizer has f32
+    /// masters of the parameter, as of f16 weights: it then goes on from those. With ZeRO-3 each rank keeps its slice
+    /// of the values, so all replicas put in the same.
     ///
     /// # Errors
     /// Values that do not fit the parameter.
@@ -505,6 +513,10 @@ impl Parameters {
             let slice = sharded.slice(place)?;
             slice.slice_set(&values, 0, mine.start - own.start)
         })
+    }
+
+    pub(super) fn set_weights(&self) -> &SetWeights {
+        &self.inner.set_weights
     }
 
     pub(super) fn changes(&self) -> &Changes {

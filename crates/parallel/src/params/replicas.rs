@@ -1,13 +1,15 @@
-//! Finds parameters whose copies on tensor-parallel ranks have come to differ.
+//! Finds parameters whose copies on tensor-parallel or data-parallel ranks have come to differ.
 //!
 //! A replicated weight that ranks use on different values, declared as if they used it on the same ones, gets another gradient on
 //! each rank. Its copies drift apart while the loss still falls, and a checkpoint has the copy of the first rank only.
 
-use candle_comm::Mesh;
-use candle_core::{Result, Tensor};
+use candle_comm::{Mesh, ReduceOp};
+use candle_core::{Result, Tensor, bail};
 
 use super::parameters::Parameters;
+use crate::agreement::Comparison;
 use crate::checksums::{Checksums, Shared};
+use crate::placement::intersect;
 
 impl Parameters {
     /// An error on every rank of the mesh that names the first parameter of which two tensor-parallel ranks hold different copies;
@@ -42,6 +44,53 @@ impl Parameters {
         }
         if let Some(difference) = overlapping.difference(mesh, when)? {
             tracing::warn!("the first rank's copy is taken, as {difference}");
+        }
+        Ok(())
+    }
+
+    /// An error on every rank of the mesh that names the first trained parameter of which two data-parallel ranks hold
+    /// other values, be it whole or the same slice; `when` says when that was. Hashes are compared. Where ranks need
+    /// not come to the same bits it is a warning. Every rank must call it.
+    pub(crate) fn check_replicas(&self, mesh: &Mesh, when: &str) -> Result<()> {
+        let is_sliced = self.sharded().is_some();
+        let groups = self.groups();
+        let group = if is_sliced {
+            &groups.replicate
+        } else {
+            &mesh.replicas
+        };
+        if group.world_size() == 1 {
+            return Ok(());
+        }
+        self.wait_for_updates()?;
+        let mut sums = Checksums::default();
+        for (index, bucket) in self.layout().buckets.iter().enumerate() {
+            let own = groups.own_range(bucket.len);
+            for slot in &bucket.slots {
+                let param = self.get(slot.param);
+                let mine = intersect(&slot.range, &own);
+                let values = match is_sliced {
+                    false => param.values()?,
+                    true if mine.is_empty() => continue,
+                    true => self.own_weights(index, slot, &mine)?,
+                };
+                sums.add(Shared::Replica(param.name.clone()), 0, &values)?;
+            }
+        }
+        let place = [mesh.pp.rank(), mesh.tp.rank(), groups.shard.rank()];
+        let place = if is_sliced { &place[..] } else { &place[..2] };
+        let own = Comparison::over(group, place).summand(sums.condensed());
+        let own = Tensor::new(&[own], mesh.world.device())?;
+        let sum = mesh.world.all_reduce(&own, ReduceOp::Sum)?;
+        if sum.to_vec1::<f64>()? == [0.0] {
+            return Ok(());
+        }
+        match sums.difference_in(group, mesh, when)? {
+            Some(difference) if mesh.replicas.sums_in_rank_order() => bail!("{difference}"),
+            Some(difference) => {
+                tracing::warn!("the first rank's values are taken, as {difference}")
+            }
+            None => {}
         }
         Ok(())
     }

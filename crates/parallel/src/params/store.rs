@@ -143,7 +143,8 @@ impl ParamStore {
     /// Freezes the parameters whose name satisfies `is_frozen`; call it before the model is built.
     ///
     /// A frozen parameter keeps its values: no gradient is computed for it, and it has no place in the gradients' buckets, no
-    /// master weights and no moments.
+    /// master weights and no moments. Every rank says the same of every name of the model. That no parameter's name
+    /// satisfies `is_frozen` is an error when the model is built.
     pub fn freeze(self, is_frozen: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
         self.lock().is_frozen = Some(Box::new(is_frozen));
         self
@@ -556,6 +557,36 @@ impl ParamStore {
         let params = Parameters::new(requested, mesh, layout, facts)?;
         let lora = self.source.lora.as_ref();
         params.model().check_adapters(lora, &state.linears)?;
+        if let Some(is_frozen) = &state.is_frozen {
+            check_frozen(&params, is_frozen, lora.is_some())?;
+        }
         Ok(params)
     }
+}
+
+/// An error if a model has no parameter that is to be frozen, or one of which another rank says otherwise.
+fn check_frozen(params: &Parameters, is_frozen: &NamePredicate, has_adapters: bool) -> Result<()> {
+    let mut is_any = false;
+    for entry in params.catalog() {
+        let is_named = is_frozen(&entry.name);
+        is_any |= is_named;
+        let trainable = !is_named && (entry.is_adapter || !has_adapters);
+        if trainable != entry.trainable {
+            bail!(
+                "parameter {} is frozen by what one rank says, and trained by what another one does\nhint: every rank gives ParamStore::freeze \
+                 the same names, also of blocks that it does not hold",
+                entry.name
+            );
+        }
+    }
+    if is_any {
+        return Ok(());
+    }
+    let mut names = params.catalog().iter().map(|entry| entry.name.as_str());
+    bail!(
+        "ParamStore::freeze matches none of the {} parameters of the model, so all of them would be trained\nhint: names are those of the \
+         model's files, such as {}; leave freeze out to train all",
+        names.len(),
+        names.next().unwrap_or_default()
+    )
 }

@@ -1,6 +1,6 @@
 //! What the last block of a model gives.
 
-use candle_core::Tensor;
+use candle_core::{Result, Tensor, bail};
 
 /// The losses of a micro-batch. A step trains on the sum of these sums over the global batch, divided by the sum of the counts.
 #[derive(Clone, Debug)]
@@ -21,5 +21,16 @@ impl Loss {
             count,
             num_right: None,
         }
+    }
+
+    /// The losses, if their count can be one.
+    pub(crate) fn checked(self) -> Result<Self> {
+        if self.count >= 0.0 && self.count.is_finite() {
+            return Ok(self);
+        }
+        bail!(
+            "the last block gave a Loss whose count is {}; expected what the mean is over, a finite number >= 0",
+            self.count
+        )
     }
 }

@@ -11,7 +11,7 @@ use super::cut::Cut;
 use super::dropout::{Place, SequenceKeys};
 use super::key_value_cache::KeyValueCache;
 use super::reports::{Reported, Reports};
-use crate::layers::Region;
+use crate::layers::{Region, note_entered};
 use crate::placement::Shard;
 
 /// A pass of a micro-batch, as every block sees it: what goes in, the targets, and what the pass is for. Clones are cheap.
@@ -189,7 +189,8 @@ impl Pass {
 
     /// Adds a sum of losses, a scalar in candle's graph, to the loss that a block in plain candle is trained on: of a router that shall use
     /// its experts evenly, for example. It is divided as the loss of the head is, whose number of targets it is to be a multiple of, and
-    /// the step's metrics have it under `name`, the loss of the head being apart. Outside of training it does nothing.
+    /// the step's metrics have it under `name`, the loss of the head being apart. Tensor-parallel ranks must add the
+    /// same. Outside of training it does nothing.
     ///
     /// # Errors
     /// A loss that is no scalar; a [`Layer`](crate::Layer), which computes its gradients itself.
@@ -212,7 +213,7 @@ impl Pass {
     }
 
     /// Puts the mean of what is reported under `name`, scalars, over blocks, micro-batches and replicas into the metrics of the step; once
-    /// if the forward pass runs again. Outside of training it does nothing.
+    /// if the forward pass runs again. Tensor-parallel ranks must report the same. Outside of training it does nothing.
     ///
     /// # Errors
     /// A value that is no scalar.
@@ -397,6 +398,11 @@ impl Pass {
     ) -> Result<Tensor> {
         if !(0.0..1.0).contains(&probability) {
             bail!("dropout {name}: the probability is {probability}; expected 0 <= p < 1");
+        }
+        if let Place::Outside(region) = place
+            && !region.divides_rows()
+        {
+            note_entered(xs, region.tp())?;
         }
         let mask = place.mask(xs, probability, name, self);
         match mask.map_err(|err| err.context(format!("dropout {name}")))? {

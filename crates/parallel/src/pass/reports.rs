@@ -1,10 +1,12 @@
 //! Numbers that blocks report while they are trained.
 
 use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
+use twox_hash::XxHash64;
 
 /// What was reported under a name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -26,6 +28,18 @@ impl Reported {
     /// Its sum.
     pub fn sum(self) -> f64 {
         f64::from_bits(self.sum_bits)
+    }
+
+    /// A hash of what is reported under a name; the same for all NaNs.
+    pub fn condensed(self, name: &str) -> u64 {
+        let sum = if self.sum().is_nan() {
+            f64::NAN
+        } else {
+            self.sum() + 0.0
+        };
+        let mut hasher = XxHash64::default();
+        (name, sum.to_bits(), self.count).hash(&mut hasher);
+        hasher.finish()
     }
 
     /// With what others have reported under the name.

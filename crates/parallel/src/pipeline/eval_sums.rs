@@ -34,6 +34,11 @@ impl EvalSums {
     pub fn loss(&self) -> f64 {
         f64::from_bits(self.loss_bits)
     }
+
+    /// The mean loss; NaN without targets, as on ranks without the last stage.
+    pub fn mean(&self) -> f64 {
+        self.loss() / self.num_targets
+    }
 }
 
 impl Add for EvalSums {

@@ -5,8 +5,9 @@ use std::sync::atomic::Ordering;
 use candle_core::{Result, Tensor, bail};
 
 use super::eval_sums::EvalSums;
+use super::input_check::HowRun;
 use super::model_part::{BackwardHalf, ModelPart};
-use super::pipeline::Pipeline;
+use super::pipeline::{Pipeline, check_have_rows};
 use super::units::Units;
 use crate::checksums::checksum;
 use crate::pass::{Loss, Pass};
@@ -82,8 +83,10 @@ impl Pipeline {
             let passes = batches.by_ref().take(at_once);
             let passes = passes.map(|pass| Ok(pass?.evaluating()));
             let passes = passes.collect::<Result<Vec<_>>>()?;
+            check_have_rows(&passes)?;
             if let Some(check) = &self.input_check {
-                check.run(&passes, part.params().groups().gathers_weights())?;
+                let counts_are_equal = part.params().groups().gathers_weights();
+                check.run(&passes, HowRun::default(), counts_are_equal)?;
             }
             if passes.is_empty() {
                 return Ok(sums);
@@ -106,7 +109,7 @@ impl Pipeline {
         let mut losses = Vec::new();
         for (xs, pass) in outputs.into_iter().zip(passes) {
             let Some(xs) = xs else { continue };
-            let loss = part.with_head(&xs, pass, |head| head.evaluate(&xs, pass))?;
+            let loss = part.with_head(&xs, pass, |head| head.evaluate(&xs, pass)?.checked())?;
             observe(part.layout().num_blocks() - 1, &loss.sum)?;
             losses.push(loss);
         }

@@ -1,10 +1,10 @@
-//! Finds ranks of a replica that are given different micro-batches, and replicas that are given unequal numbers where each
-//! micro-batch moves something between them.
+//! Finds ranks of a replica that are given different micro-batches or run them in another way, and replicas that are
+//! given unequal numbers where each micro-batch moves something between them.
 //!
 //! Tensor-parallel ranks with different tokens train on sums that mean nothing, without a word; stages, and replicas under ZeRO-2
-//! and 3, with different numbers of micro-batches wait for each other until the deadline. So what ranks have is compared before each
-//! step's passes, by one sum of two numbers, for which the host waits for a GPU: ranks that wait for each other would not come to the sum
-//! at the end of the step.
+//! and 3, with different numbers of micro-batches or other schedules wait for each other until the deadline. So what
+//! ranks have is compared before each step's passes, by one sum of two numbers, for which the host waits for a GPU:
+//! ranks that wait for each other would not come to the sum at the end of the step.
 
 use std::hash::Hasher;
 
@@ -14,6 +14,15 @@ use twox_hash::XxHash64;
 
 use crate::agreement::Comparison;
 use crate::pass::Pass;
+
+/// How a rank runs its micro-batches, condensed: the same on every rank of a replica.
+#[derive(Clone, Copy, Default)]
+pub(super) struct HowRun {
+    /// The lists of all ranks of the pipeline.
+    pub schedule: u64,
+    /// What is recomputed of each block of the model.
+    pub recompute: u64,
+}
 
 /// Compares, before each step's passes, what the ranks of each replica are given.
 pub(super) struct InputCheck {
@@ -32,28 +41,24 @@ impl InputCheck {
         })
     }
 
-    /// An error on every rank that names two ranks of a replica whose micro-batches differ, and how, or two replicas with unequal
-    /// numbers of them if these must be equal. Every rank must call it.
-    pub fn run(&self, micro_batches: &[Pass], counts_are_equal: bool) -> Result<()> {
+    /// An error on every rank that names two ranks of a replica whose micro-batches differ, and how, or that run them
+    /// in another way, or two replicas with unequal numbers of them or other schedules if these must be equal. Every
+    /// rank must call it.
+    pub fn run(&self, micro_batches: &[Pass], how: HowRun, counts_are_equal: bool) -> Result<()> {
         if !self.has_mates && !counts_are_equal {
             return Ok(());
         }
-        let given = self.given(micro_batches)?;
+        let given = self.given(micro_batches, how)?;
         let mut hasher = XxHash64::default();
         given.iter().for_each(|number| hasher.write_u64(*number));
-        let (world, degrees) = (&self.mesh.world, self.mesh.degrees);
+        let world = &self.mesh.world;
         let place = [self.mesh.dp.rank()];
-        let over_replica = Comparison {
-            num_ranks: degrees.pp * degrees.cp * degrees.tp,
-            is_first: [&self.mesh.pp, &self.mesh.cp, &self.mesh.tp]
-                .into_iter()
-                .all(|group| group.rank() == 0),
-            place: &place,
-        };
+        let over_replica = Comparison::over_replica(&self.mesh, &place);
         let over_world = Comparison::over(world, &[]);
-        let count = match counts_are_equal {
-            true => micro_batches.len() as u64,
-            false => 0,
+        let count = if counts_are_equal {
+            micro_batches.len() as u64 ^ how.schedule
+        } else {
+            0
         };
         // Filled by kernels: copies of the host's numbers would wait for the GPU, as the read below must.
         let zero = Tensor::zeros(1, DType::F64, world.device())?;
@@ -69,9 +74,15 @@ impl InputCheck {
         }
     }
 
-    /// The replica, the number of micro-batches, and of each (b, values of each, inputs, targets, documents), the last three as hashes.
-    fn given(&self, micro_batches: &[Pass]) -> Result<Vec<u64>> {
-        let mut given = vec![self.mesh.dp.rank() as u64, micro_batches.len() as u64];
+    /// The replica, the number of micro-batches, how they are run, and of each (b, values of each, inputs, targets,
+    /// documents), the last three as hashes.
+    fn given(&self, micro_batches: &[Pass], how: HowRun) -> Result<Vec<u64>> {
+        let mut given = vec![
+            self.mesh.dp.rank() as u64,
+            micro_batches.len() as u64,
+            how.schedule,
+            how.recompute,
+        ];
         for batch in micro_batches {
             let dims = batch.inputs().dims();
             let (b, rest) = dims.split_first().unwrap_or((&1, &[]));
@@ -107,6 +118,9 @@ impl InputCheck {
         for (rank, given) in all.iter().enumerate() {
             let mates = all.iter().position(|other| other.first() == given.first());
             if let Some(mate) = mates.filter(|&mate| all[mate] != *given) {
+                if let Some(other) = differs_in_how(&all[mate], given) {
+                    bail!("ranks {mate} and {rank} belong to one replica and {other}");
+                }
                 bail!(
                     "ranks {mate} and {rank} belong to one replica and were given different micro-batches: {}\nhint: the \
                      ranks of a pipeline, of a context-parallel and of a tensor-parallel group share their data; only data-parallel ranks \
@@ -122,24 +136,49 @@ impl InputCheck {
                     difference(0, &all[0], rank, given)
                 );
             }
+            if counts_are_equal && given.get(SCHEDULE) != all[0].get(SCHEDULE) {
+                bail!("ranks 0 and {rank} {OTHER_SCHEDULE}");
+            }
         }
         Ok(())
     }
 }
 
-/// What differs, in words: (replica, number of micro-batches), then (b, values of each, inputs, targets, documents) of each.
+/// Places in what is given: the schedule, what is recomputed, the first micro-batch.
+const SCHEDULE: usize = 2;
+const RECOMPUTE: usize = 3;
+const BATCHES: usize = 4;
+
+const OTHER_SCHEDULE: &str = "run other schedules\nhint: every rank makes its Pipeline with the same Schedule, or with a function that gives the \
+    same lists of all ranks wherever it is asked";
+
+/// How two ranks with equally many micro-batches run them in other ways, in words.
+fn differs_in_how(a: &[u64], b: &[u64]) -> Option<&'static str> {
+    if a.get(1) != b.get(1) {
+        return None;
+    }
+    if a.get(SCHEDULE) != b.get(SCHEDULE) {
+        return Some(OTHER_SCHEDULE);
+    }
+    let is_other = a.get(RECOMPUTE) != b.get(RECOMPUTE);
+    is_other.then_some(
+        "recompute other blocks\nhint: ModelPart::with_recompute is told the same on every rank",
+    )
+}
+
+/// What differs in the micro-batches of two ranks, in words.
 fn difference(mate: usize, a: &[u64], rank: usize, b: &[u64]) -> String {
     if a.get(1) != b.get(1) {
         let count = |given: &[u64]| given.get(1).copied().unwrap_or_default();
         return format!("rank {mate} has {}, rank {rank} has {}", count(a), count(b));
     }
-    let place = (2..a.len()).find(|&place| a.get(place) != b.get(place));
-    let place = place.unwrap_or(2) - 2;
+    let place = (BATCHES..a.len()).find(|&place| a.get(place) != b.get(place));
+    let place = place.unwrap_or(BATCHES) - BATCHES;
     let index = place / 5;
     match place % 5 {
         0 | 1 => {
-            let shape =
-                |given: &[u64]| given.get(2 + 5 * index..4 + 5 * index).map(<[u64]>::to_vec);
+            let first = BATCHES + 5 * index;
+            let shape = |given: &[u64]| given.get(first..first + 2).map(<[u64]>::to_vec);
             let (a, b) = (shape(a).unwrap_or_default(), shape(b).unwrap_or_default());
             format!("micro-batch {index} has shape {a:?} on rank {mate} and {b:?} on rank {rank}")
         }

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_comm::{Mesh, ProcessGroup, Scope};
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
+use twox_hash::XxHash64;
 
 use super::block::{Block, Link, plain_head};
 use super::border::{Borders, packed};
@@ -13,7 +14,7 @@ use super::stage_block::{Saved, StageBlock};
 use crate::agreement::Facts;
 use crate::checksums::Shared;
 use crate::gradients::Gradients;
-use crate::layers::{Head, Region};
+use crate::layers::{Head, Region, watched};
 use crate::offload::Stored;
 use crate::params::{ParamBuilder, Parameters, is_about_released};
 use crate::pass::{Early, InputHalf, Loss, Pass, WeightJobs};
@@ -35,6 +36,8 @@ pub struct ModelPart {
     params: Parameters,
     /// Passes of blocks since those of a step, or of an evaluation, began.
     num_passes: AtomicU64,
+    /// A hash of what is recomputed of each block of the model.
+    recompute: u64,
 }
 
 /// A whole model, which gives its loss.
@@ -76,6 +79,15 @@ pub(super) struct StageGrad {
     pub loss: Option<Loss>,
     /// The weight half of each block, if it was put off: in the order of the backward pass.
     pub jobs: StageJobs,
+}
+
+/// What the pass of a block did.
+#[derive(Default)]
+struct SeenInPass {
+    /// Collectives of tensor-parallel ranks.
+    num_collectives: u64,
+    /// What entered regions, condensed, if they were watched.
+    entered: Vec<u64>,
 }
 
 /// What of a backward pass is computed.
@@ -189,6 +201,7 @@ impl ModelPart {
             tp: mesh.tp.clone(),
             params,
             num_passes: AtomicU64::new(0),
+            recompute: 0,
         })
     }
 
@@ -220,11 +233,23 @@ impl ModelPart {
     /// must be told the same.
     pub fn with_recompute(mut self, of_block: impl Fn(usize) -> Recompute) -> Self {
         let last = self.layout.num_blocks() - 1;
+        let of_model: Vec<Recompute> = (1..last).map(of_block).collect();
         let blocks = self.stages.iter_mut().flat_map(|stage| &mut stage.blocks);
         for block in blocks.filter(|block| (1..last).contains(&block.index)) {
-            block.recompute = of_block(block.index);
+            block.recompute = of_model[block.index - 1];
         }
+        // As without this call if nothing is recomputed.
+        let is_any = of_model.iter().any(|of_block| *of_block != Recompute::None);
+        self.recompute = if is_any {
+            XxHash64::oneshot(0, format!("{of_model:?}").as_bytes())
+        } else {
+            0
+        };
         self
+    }
+
+    pub(super) fn recompute_condensed(&self) -> u64 {
+        self.recompute
     }
 
     /// The parameters of this rank.
@@ -357,14 +382,17 @@ impl ModelPart {
             let next = stage.blocks.get(position + 1);
             let next = next.filter(|next| !next.is_head());
             let next = next.map(|next| next.index).or(after);
-            let (result, num_collectives) =
-                self.run(FORWARD, block, next, || match position < num_frozen {
+            let watch = gradients.watches_regions();
+            let (result, seen) = self.run(FORWARD, block, next, watch, || {
+                match position < num_frozen {
                     true => block.forward_frozen(&input, &pass, gradients),
                     false => block.forward(&input, &pass),
-                });
+                }
+            });
             let (output, kept) =
                 result.map_err(|err| self.about_released(err, block, &input, &pass))?;
-            gradients.count_collectives(num_collectives);
+            gradients.count_collectives(seen.num_collectives);
+            gradients.note_entered(block.index, seen.entered);
             if let Some(output) = &output {
                 self.check_border(block.index, output, &pass)?;
                 if self.is_shared(output, &pass) {
@@ -389,7 +417,8 @@ impl ModelPart {
     /// The error of a block's forward pass; if it is that of values which are not in memory, whose they are.
     fn about_released(&self, err: Error, block: &StageBlock, xs: &Tensor, pass: &Pass) -> Error {
         if !is_about_released(&err) {
-            return err;
+            let has_ids = block.index == 0 || block.is_head();
+            return if has_ids { about_types(err, pass) } else { err };
         }
         let fails = || {
             let again = block.infer(xs, pass);
@@ -415,33 +444,38 @@ impl ModelPart {
     }
 
     /// Does `pass`, which is called `name`, with the parameters of a block in place; meanwhile those of the block `next` come. The result,
-    /// and how many collectives of tensor-parallel ranks the pass made.
+    /// and what was seen of the pass, of its regions if they are to be watched.
     fn run<T>(
         &self,
         name: &'static str,
         block: &StageBlock,
         next: Option<usize>,
+        watches_regions: bool,
         pass: impl FnOnce() -> Result<T>,
-    ) -> (Result<T>, u64) {
+    ) -> (Result<T>, SeenInPass) {
         let scope = Scope {
             what: name,
             block: block.index,
             number: self.num_passes.fetch_add(1, Ordering::Relaxed),
         };
-        let mut num_collectives = 0;
+        let mut seen = SeenInPass::default();
         let result = self.params.unshard(block.index).and_then(|()| {
             if let Some(next) = next {
                 self.params.prefetch(next)?;
             }
             self.params.check_present(&block.params)?;
-            let (result, number) = scope.run(&self.tp, pass);
-            num_collectives = number;
+            let ((result, entered), num_collectives) =
+                scope.run(&self.tp, || watched(watches_regions, pass));
+            seen = SeenInPass {
+                num_collectives,
+                entered,
+            };
             let result = result?;
             self.params.reshard(block.index, next)?;
             Ok(result)
         });
         let result = result.map_err(|err| err.context(format!("{name} of block {}", block.index)));
-        (result, num_collectives)
+        (result, seen)
     }
 
     /// Number of blocks, from the first of the model on, before the first one with a trainable parameter: no gradient needs
@@ -472,7 +506,7 @@ impl ModelPart {
             }
             let next = stage.blocks.get(position + 1);
             let next = next.map(|next| next.index).or(after);
-            let (output, _) = self.run(FORWARD, block, next, || block.infer(&xs, pass));
+            let (output, _) = self.run(FORWARD, block, next, false, || block.infer(&xs, pass));
             xs = output.map_err(|err| self.about_released(err, block, &xs, pass))?;
             self.check_border(block.index, &xs, pass)?;
             observe(block.index, &xs)?;
@@ -492,7 +526,7 @@ impl ModelPart {
         let Some((block, Link::Head(head))) = last.map(|block| (block, &block.block.link)) else {
             bail!("the head of the model is not on this rank")
         };
-        let (result, _) = self.run(FORWARD, block, None, || work(head.as_ref()));
+        let (result, _) = self.run(FORWARD, block, None, false, || work(head.as_ref()));
         result.map_err(|err| self.about_released(err, block, xs, pass))
     }
 
@@ -528,7 +562,8 @@ impl ModelPart {
             let next = position.checked_sub(1).filter(|&next| next >= num_frozen);
             let next = next.map(|next| stage.blocks[next].index).or(after);
             let mut jobs = WeightJobs::new(self.params.sharded().is_none());
-            let (result, num_collectives) = self.run("backward pass", block, next, || {
+            let watch = gradients.watches_regions();
+            let (result, seen) = self.run("backward pass", block, next, watch, || {
                 let (pass, params) = (&tape.pass, &self.params);
                 let mut now = gradients.of_stage(stage.index);
                 let BackwardHalf::Input(early) = half else {
@@ -549,7 +584,8 @@ impl ModelPart {
                 }
                 (result, _) => result?,
             };
-            gradients.count_collectives(num_collectives);
+            gradients.count_collectives(seen.num_collectives);
+            gradients.note_entered(block.index, seen.entered);
             if let Some(loss) = loss {
                 gradients.note_border(Shared::Output(block.index), &loss.sum)?;
                 grad.loss = Some(loss);
@@ -596,6 +632,36 @@ impl ModelPart {
             gradients.block_done(block)?;
         }
         Ok(())
+    }
+}
+
+/// The error of a block that reads the micro-batch; if it is that of a type, which types those of the micro-batch are.
+fn about_types(err: Error, pass: &Pass) -> Error {
+    let targets = pass.targets().ok();
+    let all_are_ids =
+        (targets.into_iter().chain([pass.inputs()])).all(|xs| xs.dtype() == DType::U32);
+    if all_are_ids || !is_about_type(&err) {
+        return err;
+    }
+    let of = |xs: &Tensor| format!("{:?} of shape {:?}", xs.dtype(), xs.shape());
+    let targets = targets.map_or_else(|| "none".to_string(), of);
+    err.context(format!(
+        "the inputs of the micro-batch are {}, its targets {targets}\nhint: a model of tokens takes ids and targets of type U32 \
+         (to_dtype(DType::U32))",
+        of(pass.inputs())
+    ))
+}
+
+/// Whether candle says that a type is not the one that an operation takes.
+fn is_about_type(err: &Error) -> bool {
+    match err {
+        Error::WithBacktrace { inner, .. }
+        | Error::Context { inner, .. }
+        | Error::WithPath { inner, .. } => is_about_type(inner),
+        Error::UnexpectedDType { .. }
+        | Error::UnsupportedDTypeForOp(..)
+        | Error::DTypeMismatchBinaryOp { .. } => true,
+        _ => false,
     }
 }
 

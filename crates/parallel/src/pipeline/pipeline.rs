@@ -10,7 +10,7 @@ use candle_core::{Result, bail};
 use candle_ops::Stopwatch;
 
 use super::channels::Channels;
-use super::input_check::InputCheck;
+use super::input_check::{HowRun, InputCheck};
 use super::model_part::{BackwardHalf, ModelPart};
 use super::units::Units;
 use crate::gradients::Gradients;
@@ -170,12 +170,18 @@ impl Pipeline {
     ) -> Result<PassReport> {
         let params = part.params();
         self.channels(part)?.check()?;
+        check_have_rows(micro_batches)?;
+        let plan = self.plan(part.layout(), micro_batches.len());
         if let Some(check) = &self.input_check {
             let groups = params.groups();
             let counts_are_equal = groups.shards_gradients() || groups.gathers_weights();
-            check.run(micro_batches, counts_are_equal)?;
+            let how = HowRun {
+                schedule: plan.as_ref().map_or(0, |plan| plan.condensed()),
+                recompute: part.recompute_condensed(),
+            };
+            check.run(micro_batches, how, counts_are_equal)?;
         }
-        let plan = self.plan(part.layout(), micro_batches.len())?;
+        let plan = plan?;
         let start = Instant::now();
         gradients.begin_passes(part.block_indices(), micro_batches.len())?;
         part.begin();
@@ -247,6 +253,21 @@ impl Pipeline {
         list.reverse();
         list
     }
+}
+
+/// An error that names the first micro-batch without values: nothing could be learned from it, nor a gradient come of
+/// it.
+pub(super) fn check_have_rows(micro_batches: &[Pass]) -> Result<()> {
+    for (index, pass) in micro_batches.iter().enumerate() {
+        if pass.inputs().elem_count() == 0 {
+            bail!(
+                "the inputs of micro-batch {index} have shape {:?}, which has no values\nhint: leave the micro-batch out; where replicas must have \
+                 as many, a token whose target is IGNORE_INDEX stands for one without samples",
+                pass.inputs().shape()
+            );
+        }
+    }
+    Ok(())
 }
 
 /// What each context-parallel rank computes of these passes.

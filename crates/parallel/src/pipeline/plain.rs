@@ -15,7 +15,8 @@ pub(super) const CUTTING: &str = "candle_nn's RmsNorm, LayerNorm, rope and softm
 /// A block in plain candle, which candle differentiates.
 ///
 /// It must depend on its input and on each of its trainable parameters by operations that have a backward: what does not is
-/// reported by name in the backward pass. Parallel layers take part by [`Layer::apply`](crate::Layer::apply).
+/// reported by name in the backward pass, unless another path goes around it, as in `xs * softmax_last_dim(xs)`, whose
+/// gradient is wrong without a word. Parallel layers take part by [`Layer::apply`](crate::Layer::apply).
 ///
 /// What is computed from parameters is computed in the forward pass: a `cat`, `contiguous` or `to_dtype` of a weight while the block is
 /// built keeps the initial values for ever, though gradients flow through it; views such as `t` and `narrow` may be made then. What is

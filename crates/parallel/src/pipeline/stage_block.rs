@@ -153,7 +153,7 @@ impl StageBlock {
         let results = match (&self.block.link, saved) {
             (Link::Head(head), Saved::Input { xs, .. }) => {
                 let (loss, dx) = head.loss(&xs.get()?, pass, &mut gradients)?;
-                (dx, Some(loss))
+                (dx, Some(loss.checked()?))
             }
             (Link::Layer(layer), saved) => {
                 let Some(dy) = dy else {

@@ -178,7 +178,7 @@ impl Schedule {
                 _ => "2 stages",
             };
             bail!(
-                "the schedule {} has {stages} on each rank, got {virtual_stages}\nhint: --virtual-stages {least}",
+                "the schedule {} has {stages} on each rank, got {virtual_stages}\nhint: virtual stages {least} (--virtual-stages {least})",
                 self.name()
             );
         }

@@ -1,8 +1,10 @@
 //! The lists of all ranks together: whether they fit each other, and the messages that follow from them.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::hash::{Hash, Hasher};
 
 use candle_core::{Result, bail};
+use twox_hash::XxHash64;
 
 use super::{Instruction, Instructions, Message, Unit};
 use crate::pass::Early;
@@ -111,6 +113,13 @@ impl Plan {
     /// The stages, and which rank has which.
     pub fn layout(&self) -> &PipelineLayout {
         &self.layout
+    }
+
+    /// A hash of the lists of all ranks.
+    pub(crate) fn condensed(&self) -> u64 {
+        let mut hasher = XxHash64::default();
+        (&self.ranks, self.holds_little).hash(&mut hasher);
+        hasher.finish()
     }
 
     /// Micro-batches of the step.

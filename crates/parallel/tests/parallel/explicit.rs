@@ -211,9 +211,11 @@ fn run_recomputing(
     frozen: &'static str,
     recompute: fn(usize) -> Recompute,
 ) -> Result<Passes> {
-    let store = ParamStore::init(5)
-        .with_data_parallel(UNREDUCED)
-        .freeze(move |name| !frozen.is_empty() && name.contains(frozen));
+    let store = ParamStore::init(5).with_data_parallel(UNREDUCED);
+    let store = match frozen {
+        "" => store,
+        frozen => store.freeze(move |name| name.contains(frozen)),
+    };
     let vb = store.builder(DType::F32, &device());
     let part = ModelPart::build(mesh, &vb, 4, HIDDEN, |index, vb| {
         block(index, &mesh.tp, explicit, vb)

@@ -121,9 +121,11 @@ const INIT: Init = Init::Uniform { lo: 0.5, up: 1.5 };
 fn a_variable_that_is_no_parameter_is_an_error_with_its_shape() {
     for freezes in [false, true] {
         let results = on_mesh((1, 2, 1), |mesh| {
-            let store = ParamStore::init(5)
-                .with_data_parallel(ZeroStage::Two)
-                .freeze(move |name| freezes && !name.starts_with("head"));
+            let store = ParamStore::init(5).with_data_parallel(ZeroStage::Two);
+            let store = match freezes {
+                false => store,
+                true => store.freeze(|name| !name.starts_with("head")),
+            };
             let stage = build(&mesh, &store, |index, vb| {
                 if index != 2 {
                     return Ok(None);

@@ -19,6 +19,7 @@ use crate::chain::{Chain, HIDDEN, Values, gather_weights, one_target};
 use crate::check::{assert_says, message, on_mesh, random, single_mesh};
 
 /// Muon: v ← 0.95 v + g, θ ← θ(1 − ηλ) − η √max(1, rows / columns) orthogonal(g + 0.95 v).
+#[derive(Debug)]
 struct Muon;
 
 impl Optimizer for Muon {
@@ -321,6 +322,7 @@ fn a_checkpoint_of_other_rules_is_refused() {
     saver.start(&run.optimizer, 1, json!(null)).unwrap();
     saver.finish().unwrap().unwrap().saved.unwrap();
     let adamw = AdamWConfig::default();
+    drop(run.optimizer);
     let optimizer = DistributedOptimizer::adamw(run.part.params(), &run.mesh, adamw);
     let step = dir.path().join("step-000001");
     let checkpoint = TrainingCheckpoint::open(&run.mesh.world, &step).unwrap();
@@ -329,7 +331,7 @@ fn a_checkpoint_of_other_rules_is_refused() {
 }
 
 /// What a rule sees: of each call the parameter's name, shape, place and, of a matrix, all of it.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 struct Observer(Arc<Mutex<Vec<Seen>>>);
 
 #[derive(Clone, Debug)]
@@ -341,6 +343,10 @@ struct Seen {
 }
 
 impl Optimizer for Observer {
+    fn describe(&self) -> String {
+        "observer".to_string()
+    }
+
     fn state_names(&self) -> &'static [&'static str] {
         &[]
     }
@@ -498,6 +504,7 @@ fn muon_takes_less_memory_than_adamw() -> Result<()> {
 }
 
 /// A rule that says it needs matrices and cannot update them.
+#[derive(Debug)]
 struct Unable;
 
 impl Optimizer for Unable {

@@ -16,9 +16,14 @@ use crate::check::{ZERO_STAGES, assert_says, message, on_mesh_with_delays};
 const STEPS: u64 = 3;
 
 /// AdamW on a rank that is slow now and then.
+#[derive(Debug)]
 struct Slow(AdamW, u64);
 
 impl Optimizer for Slow {
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+
     fn state_names(&self) -> &'static [&'static str] {
         self.0.state_names()
     }

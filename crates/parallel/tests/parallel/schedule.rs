@@ -617,12 +617,12 @@ fn numbers_that_a_schedule_is_not_made_for_are_errors_with_the_next_that_it_is()
         (
             Schedule::ZeroBubble2p,
             3,
-            "has 1 stage on each rank, got 3\nhint: --virtual-stages 1",
+            "has 1 stage on each rank, got 3\nhint: virtual stages 1 (--virtual-stages 1)",
         ),
         (
             Schedule::ZeroBubbleV,
             1,
-            "has 2 stages on each rank, got 1\nhint: --virtual-stages 2",
+            "has 2 stages on each rank, got 1\nhint: virtual stages 2 (--virtual-stages 2)",
         ),
         (Schedule::DualPipeV, 4, "has 2 stages on each rank, got 4"),
         (

@@ -140,8 +140,8 @@ impl Run {
         {
             let message = format!(
                 "rank {rank} is blocked for more than {secs} s, the deadline, in {}\n{}\n\
-                 hint: a rank may be stuck, or the ranks call operations in different orders; a slow machine may need a longer \
-                 deadline",
+                 hint: a rank may be stuck, or the ranks call operations in different orders (what saves, evaluates or gathers is \
+                 every rank's call); a slow machine may need a longer deadline",
                 self.obstacle(group, seq, &mut Vec::new()),
                 self.report(now)
             );

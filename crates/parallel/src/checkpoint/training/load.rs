@@ -26,7 +26,7 @@ impl TrainingCheckpoint {
             .map(|record| (record.name.as_str(), record))
             .collect();
         let dir = self.dir().display();
-        let hint = "hint: resume with the model and the --freeze that the checkpoint was made with";
+        let hint = "hint: resume with the model, and the frozen parameters (--freeze), that the checkpoint was made with";
         for ParamSpec {
             name,
             shape,

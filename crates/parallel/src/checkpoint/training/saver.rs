@@ -234,6 +234,7 @@ impl CheckpointSaver {
         params.check_copies(mesh, "when a checkpoint was to be saved", |index| {
             params.values(index)
         })?;
+        params.check_replicas(mesh, "when a checkpoint was to be saved")?;
         let rank = self.world.rank();
         let folder = (rank == 0).then(|| self.stage(step)).transpose();
         // Where rank 0 has made it.
@@ -502,13 +503,13 @@ fn check_checkpoints(
         let path = path.display();
         let Some(resumed) = resumed else {
             bail!(
-                "{path} is a checkpoint already, and this run would begin anew\nhint: --resume latest goes on from the newest one; for a \
-                 run that begins choose another --save-dir"
+                "{path} is a checkpoint already, and this run would begin anew\nhint: a run that resumes (--resume latest) goes on from the newest one; \
+                 one that begins takes another folder (--save-dir)"
             );
         };
         if resumed.run() != manifest.run {
             bail!(
-                "{path} is a checkpoint of another run than the one that goes on\nhint: choose another --save-dir"
+                "{path} is a checkpoint of another run than the one that goes on\nhint: take another folder (--save-dir)"
             );
         }
         if step > resumed.step() && !resumed.is_latest {
