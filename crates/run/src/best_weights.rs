@@ -40,7 +40,7 @@ pub(crate) fn remove_best(output: &Path) -> Result<()> {
 }
 
 /// Gives a model that was trained to the end the weights of the evaluation with the least loss, from the checkpoint of it in one of
-/// `folders`: whether they are others now. If there is none, a warning says so and the weights stay. Every rank must call it.
+/// `folders`. If there is none, a warning says so and the weights stay. Every rank must call it.
 ///
 /// # Errors
 /// Failures of ranks and devices.
@@ -49,10 +49,10 @@ pub(crate) fn take_best(
     mesh: &Mesh,
     folders: &[&Path],
     observers: &Observers,
-) -> Result<bool> {
+) -> Result<()> {
     let best = trainer.evaluations().and_then(|history| history.best);
     let Some((loss, step)) = best.filter(|(_, step)| *step != trainer.step()) else {
-        return Ok(false);
+        return Ok(());
     };
     let (is_first, last) = (mesh.world.rank() == 0, trainer.step());
     let _reading = is_first.then(|| Activity::start("reading the best weights"));
@@ -77,7 +77,7 @@ pub(crate) fn take_best(
                         "the weights after step {step}, with the least evaluation loss, {loss:.4}, are what is saved"
                     ));
                 }
-                return Ok(true);
+                return Ok(());
             }
             Err(err) => why_not = message_of(&err),
         }
@@ -87,7 +87,7 @@ pub(crate) fn take_best(
             "the weights after step {last} are what is saved, as those with the least evaluation loss, after step {step}, are lost: {why_not}"
         ));
     }
-    Ok(false)
+    Ok(())
 }
 
 /// Says where the best weights are of a run that was stopped and has no other checkpoints, if it has any; for the first rank.

@@ -454,14 +454,29 @@ impl TrainingRun<'_> {
             self.stop.note(trainer.step());
         }
         ranks.failure_exit_code.store(1, Ordering::Relaxed);
-        let to_save = save.clone();
+        let (to_save, has_patience) = (save.clone(), training.evaluation.patience.is_some());
         let mut trainer = trainer
             .with_stop(self.stop.asks(&self.observers))
-            .with_save_at_end(move |trainer| save_model(trainer, &to_save, is_first));
+            .with_save_at_end(move |trainer| {
+                // The best weights of an earlier evaluation are there.
+                if has_patience && trainer.evaluations().is_some_and(|it| it.best.is_some()) {
+                    return Ok(false);
+                }
+                trainer.save_hf(&to_save).map(|()| true)
+            });
         let batches = match self.fit(&mut trainer, mesh, position) {
             Ok(batches) => batches,
             Err(err) if trainer.has_diverged() => return Ok(End::Diverged(err)),
-            Err(err) => return Err(self.told_of_save(err, &trainer)),
+            Err(err) => {
+                if is_first && let Some(folder) = training.folder_of_best()? {
+                    tell_of_best(&trainer, &folder, &self.observers);
+                }
+                return Err(if trainer.has_saved_at_end() {
+                    self.after_save(err)
+                } else {
+                    err
+                });
+            }
         };
         if trainer.is_stopped() {
             let batches = save_dir.is_some().then_some(&batches);
@@ -485,30 +500,25 @@ impl TrainingRun<'_> {
                 ..stopped
             }));
         }
-        let mut is_saved = trainer.has_saved_at_end();
         if training.evaluation.patience.is_some() {
             let best = training.folder_of_best()?;
             let folders = best.as_deref().into_iter();
             let folders: Vec<&Path> = folders.chain(training.checkpoints.folders()).collect();
-            let is_taken = take_best(&mut trainer, mesh, &folders, &self.observers)
-                .map_err(|err| self.told_of_save(err, &trainer))?;
-            is_saved &= !is_taken;
+            take_best(&mut trainer, mesh, &folders, &self.observers)?;
         }
-        if !is_saved {
+        if !trainer.has_saved_at_end() {
             save_model(&trainer, save, is_first)?;
         }
-        self.print_sample(last_title, mesh, trainer.part())?;
+        let printed = self.print_sample(last_title, mesh, trainer.part());
+        printed.map_err(|err| self.after_save(err))?;
         Ok(match trainer.num_checkpoints_failed() {
             0 => End::Complete,
             number => End::WithoutCheckpoints(number),
         })
     }
 
-    /// The error, which says where the trained model is if it was saved before.
-    fn told_of_save(&self, err: Error, trainer: &Trainer) -> Error {
-        if !trainer.has_saved_at_end() {
-            return err;
-        }
+    /// The error of what failed when the trained model had been saved.
+    fn after_save(&self, err: Error) -> Error {
         let output = self.spec.training.output.output.display();
         err.context(format!(
             "the trained model is saved to {output}; what came after it failed"

@@ -38,7 +38,8 @@ pub enum TrainEvent<'a> {
     Evaluation(&'a EvalMetrics),
 }
 
-type SavesAtEnd = Box<dyn FnMut(&Trainer) -> Result<()> + Send>;
+/// Whether it has saved the model.
+type SavesAtEnd = Box<dyn FnOnce(&Trainer) -> Result<bool> + Send>;
 
 /// Trains one rank's stage of a model, in step with the other ranks of the mesh.
 pub struct Trainer {
@@ -263,10 +264,11 @@ impl Trainer {
         self
     }
 
-    /// Calls `save` on every rank as soon as the last step is done, before the last evaluation: what fails after it loses no trained model.
+    /// Calls `save` on every rank as soon as the last step is done, before the last evaluation: what fails after it loses no trained model. It
+    /// tells whether it saved it, the same on every rank; its error is that of [`Self::train`], when evaluation and checkpoint are done.
     pub fn with_save_at_end(
         mut self,
-        save: impl FnMut(&Self) -> Result<()> + Send + 'static,
+        save: impl FnOnce(&Self) -> Result<bool> + Send + 'static,
     ) -> Self {
         self.saves_at_end = Some(Box::new(save));
         self
@@ -363,6 +365,7 @@ impl Trainer {
         if num_steps == 0 {
             self.evaluate_observed(&data, &mut observe)?;
         }
+        let mut saved = Ok(false);
         while self.step < num_steps && !self.is_stopped && !self.is_stopped_early() {
             self.world.set_step(self.step, "data");
             let device = self.world.device();
@@ -394,26 +397,30 @@ impl Trainer {
                 return Err(self.after_failed_step(self.out_of_range(&metrics), position));
             }
             if self.step == num_steps
-                && let Some(mut save) = self.saves_at_end.take()
+                && let Some(save) = self.saves_at_end.take()
             {
+                observe(TrainEvent::Begin("saving the model"))?;
                 self.world.set_step(self.step, "saving the model");
-                save(self)?;
-                self.has_saved_at_end = true;
+                saved = save(self);
+                self.has_saved_at_end = saved.as_ref().is_ok_and(|is_saved| *is_saved);
             }
             let evaluation = self.evaluation.as_ref();
             if evaluation.is_some_and(|it| it.is_due(self.step, num_steps)) {
                 observe(TrainEvent::Begin("evaluating"))?;
-                self.evaluate_observed(&data, &mut observe)?;
+                let evaluated = self.evaluate_observed(&data, &mut observe);
+                evaluated.map_err(|err| match &saved {
+                    Ok(_) => err,
+                    // Which says where the model is rescued.
+                    Err(why) => err.context(message_of(why)),
+                })?;
             }
             self.checkpoint(position)?;
         }
-        match &mut self.checkpoints {
-            Some(checkpoints) => {
-                observe(TrainEvent::Begin("writing the checkpoint"))?;
-                checkpoints.end(&self.losses.history)
-            }
-            None => Ok(()),
+        if let Some(checkpoints) = &mut self.checkpoints {
+            observe(TrainEvent::Begin("writing the checkpoint"))?;
+            checkpoints.end(&self.losses.history)?;
         }
+        saved.map(|_| ())
     }
 
     /// Evaluates, and has that observed.

@@ -267,8 +267,7 @@ impl Gradients {
 
     /// Writes zeros to the places of a whole bucket that hold no gradient of these passes, and between parameters where their blocks share a
     /// scale: a buffer is used again for other values.
-    pub(super) fn write_missing(&self, bucket: usize, whole: &FlatBuffer) -> Result<()> {
-        let index = bucket;
+    pub(super) fn write_missing(&self, index: usize, whole: &FlatBuffer) -> Result<()> {
         let bucket = self.params.layout().gradient_bucket(index);
         let is_quantized = (self.params.groups().reduce_type(bucket))
             .quantized()

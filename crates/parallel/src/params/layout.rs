@@ -94,8 +94,8 @@ struct Key {
 }
 
 impl ParamLayout {
-    /// Buckets of these parameters of a rank, whose lengths `num_slices` ranks divide. Each parameter begins at a multiple of
-    /// `slot_alignment` values.
+    /// Buckets of these parameters of a rank, whose lengths `num_slices` ranks divide. Each parameter of those that may move in 8
+    /// or 4 bits begins at a multiple of `slot_alignment` values.
     pub fn new(
         params: &[HeldParam],
         ties: &[TieSpec],
@@ -231,6 +231,9 @@ fn buckets(
         by_key.entry(key).or_default().push(index);
     }
     let bucket = |(key, mut members): (Key, Vec<usize>)| {
+        // Copies and bytes never move in fewer bits.
+        let is_quantized = key.sharing == Sharing::None && key.dtype != DType::U8.as_str();
+        let slot_alignment = if is_quantized { slot_alignment } else { 1 };
         let mut len = 0usize;
         members.sort_by_key(|&index| Reverse(params[index].num_global_values));
         let dtype = members.first().map(|&index| params[index].dtype);

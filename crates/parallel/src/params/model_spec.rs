@@ -218,7 +218,6 @@ impl ModelSpec {
         let Degrees { dp, cp, tp, .. } = self.degrees;
         let (layout, num_replicas) = (&self.layout, dp * cp);
         let (tp_rank, pp_rank) = (rank % tp, rank / (num_replicas * tp));
-        let own_stages = layout.stages_of(pp_rank);
         let own_blocks: Vec<Range<usize>> = layout
             .stages_of(pp_rank)
             .map(|stage| layout.blocks(stage))
@@ -267,7 +266,7 @@ impl ModelSpec {
             .collect();
         RankSpec {
             pp_rank,
-            stages: own_stages.map(|stage| layout.blocks(stage)).collect(),
+            stages: own_blocks,
             replica: rank / tp % num_replicas,
             num_replicas,
             layout: ParamLayout::new(&params, &ties, num_replicas, self.slot_alignment),

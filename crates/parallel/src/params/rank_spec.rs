@@ -87,20 +87,19 @@ impl RankSpec {
 
     /// Whether a rank with `other` holds the same bytes at every moment: all is alike but what they write to files.
     pub fn holds_like(&self, other: &Self) -> bool {
-        let is_like = |(own, other): (&HeldParam, &HeldParam)| {
-            let owned = other.owned.clone();
-            *other
-                == HeldParam {
-                    owned,
-                    ..own.clone()
-                }
+        let of_all = |spec: &Self| -> Vec<HeldParam> {
+            let params = spec.params.iter().cloned();
+            let owns_none = |param| HeldParam {
+                owned: Indices::default(),
+                ..param
+            };
+            params.map(owns_none).collect()
         };
         let place = |spec: &Self| (spec.pp_rank, spec.replica, spec.num_replicas);
         place(self) == place(other)
             && (&self.stages, &self.ties, &self.layout)
                 == (&other.stages, &other.ties, &other.layout)
-            && self.params.len() == other.params.len()
-            && self.params.iter().zip(&other.params).all(is_like)
+            && of_all(self) == of_all(other)
     }
 
     /// An error unless these are what was built.

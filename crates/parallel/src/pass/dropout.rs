@@ -228,8 +228,15 @@ impl Place<'_> {
             ),
         };
         let is_whole = cut.is_none() && !divides_rows;
-        if is_whole && dims.first() == Some(&num_samples) {
+        // With one position each, samples are rows.
+        if is_whole && t > 1 && dims.first() == Some(&num_samples) {
             return Ok((keys, 1));
+        }
+        if !is_whole && xs.rank() > 3 && dims[1] == own_t && dims[2] == own_t {
+            bail!(
+                "the tensor has shape {dims:?}, whose dims 1 and 2 may both be the {own_t} rows of this rank\nhint: reshape it to \
+                 ({own_b}, {own_t}, ..) with another dim 2; attention's probabilities are dropped by Pass::dropout_sharded"
+            );
         }
         let num_dims = if dims.starts_with(&[own_b, own_t]) {
             2

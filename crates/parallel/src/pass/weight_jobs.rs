@@ -48,28 +48,26 @@ pub(crate) struct InputHalf<'a> {
 }
 
 impl InputHalf<'_> {
-    fn put_where(&mut self, is_early: bool, weight: &Tensor, grad: WeightGrad) -> Result<()> {
-        match is_early || self.none_waits {
-            true => self.now.put(weight, grad),
-            false => self.waiting.put(weight, grad),
+    fn sink(&mut self, is_early: bool) -> &mut dyn GradientSink {
+        if is_early || self.none_waits {
+            self.now
+        } else {
+            self.waiting
         }
     }
 }
 
 impl GradientSink for InputHalf<'_> {
     fn put(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
-        self.put_where(false, weight, grad)
+        self.sink(false).put(weight, grad)
     }
 
     fn put_large(&mut self, weight: &Tensor, grad: WeightGrad) -> Result<()> {
-        self.put_where(self.early.large, weight, grad)
+        self.sink(self.early.large).put(weight, grad)
     }
 
     fn put_grad(&mut self, weight: &Tensor, grad: Tensor) -> Result<()> {
-        match self.early.finished || self.none_waits {
-            true => self.now.put_grad(weight, grad),
-            false => self.waiting.put_grad(weight, grad),
-        }
+        self.sink(self.early.finished).put_grad(weight, grad)
     }
 
     fn weight_half(&self) -> WeightHalf {

@@ -113,6 +113,33 @@ fn a_model_whose_last_evaluation_fails_is_saved() {
 }
 
 #[test]
+fn a_model_that_cannot_be_saved_costs_no_checkpoint_or_evaluation() {
+    let dir = tempdir().unwrap();
+    let [output, saves] = ["out", "saves"].map(|name| dir.path().join(name));
+    let foreign = output.join("notes.txt");
+    let mut num_evaluations = 0;
+    let observe = |event: &RunEvent| {
+        match event {
+            RunEvent::Train(TrainEvent::Step(step)) if step.global_step == 4 => {
+                fs::create_dir(&output).unwrap();
+                fs::write(&foreign, "mine").unwrap();
+            }
+            RunEvent::Train(TrainEvent::Evaluation(_)) => num_evaluations += 1,
+            _ => {}
+        }
+        ControlFlow::Continue(())
+    };
+    let mut run = finetune(&output).steps(4);
+    run.training.evaluation.eval_fraction = Some(0.2);
+    run.training.checkpoints.save_dir = Some(saves.clone());
+    run.training.checkpoints.save_every = Some(2);
+    let said = run.train_with(Observers::none().and(observe)).unwrap_err();
+    assert!(said.to_string().contains("notes.txt"), "{said}");
+    assert_eq!(num_evaluations, 1);
+    assert!(saves.join("step-000004").exists() && foreign.exists());
+}
+
+#[test]
 fn an_observer_stops_the_run_and_another_one_goes_on() {
     let dir = tempdir().unwrap();
     let stop = |event: &RunEvent| match event {
