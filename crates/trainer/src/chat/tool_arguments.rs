@@ -6,6 +6,7 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::conversation::{Chat, Fields};
+use super::python_json::read_json;
 
 impl Chat {
     /// With each `tool_calls[].function.arguments` (or, without `function`, `tool_calls[].arguments`) that is an object of JSON in a
@@ -44,7 +45,7 @@ fn parsed_call(call: &Value) -> Option<Value> {
 
 fn parsed_function(function: &Value) -> Option<Value> {
     let arguments = function.get_attr("arguments").ok()?;
-    let object: Value = serde_json::from_str(arguments.as_str()?).ok()?;
+    let object = read_json(arguments.as_str()?.as_bytes()).ok()?;
     (object.kind() == ValueKind::Map).then(|| with_field(function, "arguments", object))
 }
 

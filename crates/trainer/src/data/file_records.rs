@@ -15,6 +15,7 @@ use super::data_files::Data;
 use super::json_document::document;
 use super::record::{ParsedRecord, Record, RecordFormat};
 use super::record_location::{Place, RecordLocation};
+use crate::chat::read_json;
 use crate::file_format::FileFormat;
 use crate::record_error::RecordError;
 
@@ -50,7 +51,7 @@ impl RawRecord {
             Content::NoText(reason) => Err(reason.into()),
             Content::Value(value) => ParsedRecord::of(&value, columns),
             Content::Row(row) => ParsedRecord::of(&row.to_object()?, columns),
-            Content::Json(line) => match serde_json::from_slice::<Value>(&line) {
+            Content::Json(line) => match read_json(&line) {
                 Ok(value) => ParsedRecord::of(&value, columns),
                 Err(err) => Err(format!("it is not valid JSON: {err}").into()),
             },

@@ -12,7 +12,7 @@ use super::columns::Columns;
 use super::data_file::DataFile;
 use super::preferences::PREFERENCES;
 use super::record_fields::FIELDS;
-use crate::chat::MASKS_OF_RECORDS;
+use crate::chat::{MASKS_OF_RECORDS, read_json, read_json_values};
 use crate::file_format::FileFormat;
 
 /// The records of a document; `None` if the file has one in each line.
@@ -26,7 +26,7 @@ pub(super) fn document(file: &DataFile, columns: &Columns) -> Result<Option<Vec<
     let mut bytes = file.open()?;
     let line = next_line(file, &mut bytes)?;
     let is_lines = file.format == FileFormat::JsonLines;
-    match serde_json::from_slice::<Value>(&line) {
+    match read_json(&line) {
         Ok(value) if value.kind() == ValueKind::Map && list_of(&value, columns).is_none() => {
             Ok(None)
         }
@@ -68,8 +68,7 @@ fn begins_with_value(file: &DataFile) -> Result<bool> {
 
 fn values(file: &DataFile) -> Result<Vec<Value>> {
     let bytes = file.read()?;
-    let values = Deserializer::from_slice(&bytes).into_iter::<Value>();
-    match values.collect::<std::result::Result<Vec<_>, _>>() {
+    match read_json_values(&bytes) {
         Ok(values) if values.is_empty() => {
             bail!("data file {:?} is not valid JSON: it is empty", file.path)
         }
