@@ -133,7 +133,7 @@ fn what_is_nested_too_deep_is_refused() {
             "recursion limit",
         ),
         ("{% block a %}{{ self.a() }}{% endblock %}".to_string(), "recursion limit"),
-        ("{% include 'chat' %}".to_string(), "include"),
+        ("{% include 'chat' %}".to_string(), "error in"),
         (grow("[ns.x]"), "more than 200 deep"),
         (grow("{'a': ns.x}"), "more than 200 deep"),
         (grow("(ns.x,)"), "more than 200 deep"),
@@ -215,7 +215,7 @@ fn texts_and_steps_of_a_template_have_limits_and_end_the_run() {
         );
     }
     // The first record ends the run, not each record its own time.
-    let endless = "{% for i in range(99999) %}{% set x = ('a' * 99999).split('a') %}{% endfor %}";
+    let endless = "{% for i in range(99999) %}{% set x = 'a' * 10 ** 7 %}{% endfor %}";
     let record = r#"{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}"#;
     let reading = Reading::new(Some(endless));
     reading.write("a.jsonl", format!("{record}\n").repeat(3));
@@ -232,7 +232,7 @@ fn texts_and_steps_of_a_template_have_limits_and_end_the_run() {
 
 #[test]
 fn numbers_of_records_are_those_of_python() {
-    let template = "{% for m in messages %}{{ m.content }}{{ m.x }} {{ m.x | tojson }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{% endif %}";
+    let template = "{% for m in messages %}{{ m.content }}{% if m.x %}{{ m.x }} {{ m.x | tojson }}{% endif %}{{ eos_token }}{% endfor %}";
     let numbers = "[1e-7, 2E16, 12345678901234567890123, -170141183460469231731687303715884105729, 98765432109876543210987654321098765432109876543210, 18446744073709551616, 0.1, 1234567890123456789.5, 7]";
     let printed = "[1e-07, 2e+16, 12345678901234567890123, -170141183460469231731687303715884105729, 98765432109876543210987654321098765432109876543210, 18446744073709551616, 0.1, 1.2345678901234568e+18, 7]";
     let record = |content: &str| {
@@ -252,8 +252,8 @@ fn numbers_of_records_are_those_of_python() {
         let read = reading.read(name, "").unwrap();
         assert_eq!(read.records.len(), 1, "{name}");
         let text = read.records[0].replace(['⟦', '⟧'], "");
-        let want = format!(" null\"12345678901234567890123{printed} {printed}");
-        assert_eq!(text.replace("null", ""), want.replace("null", ""), "{name}");
+        let want = format!("\"12345678901234567890123{printed} {printed}");
+        assert_eq!(text, want, "{name}");
     }
 }
 
