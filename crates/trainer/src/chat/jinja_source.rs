@@ -340,7 +340,7 @@ impl Code<'_> {
             let word = self.word(index);
             let before = index.checked_sub(1).map(|before| &self.tokens[before]);
             let follows_operand = before.is_some_and(|token| match token.kind {
-                Kind::Word => !self.is_keyword(index - 1) && !(is_statement && index == 1),
+                Kind::Word => !(self.is_keyword(index - 1) || is_statement && index == 1),
                 Kind::Operator | Kind::Open => false,
                 _ => true,
             });
@@ -351,6 +351,11 @@ impl Code<'_> {
             if is_keyword || [Kind::Operator, Kind::Open].contains(kind) {
                 level.num_operators += 1;
             }
+            let is_sign = *kind == Kind::Operator && ["+", "-"].contains(&word);
+            let begins_operand = ![Kind::Close, Kind::Operator].contains(kind) || is_sign;
+            if !begins_operand {
+                self.check_operand(index)?;
+            }
             match (kind, word) {
                 (Kind::Open, _) => levels.push(from(begin_of(index + 1))),
                 (Kind::Close, _) => {
@@ -360,6 +365,7 @@ impl Code<'_> {
                         levels.pop();
                     }
                 }
+                (Kind::Operator, "~" | "%") if !follows_operand => {}
                 (Kind::Operator, "~") => {
                     level.concat(range, end, edits);
                     level.product = begin_of(index + 1);
@@ -369,7 +375,7 @@ impl Code<'_> {
                     level.end_mod(end, edits);
                 }
                 (Kind::Operator, "." | "|" | "**") => {}
-                (Kind::Operator, "+" | "-") if !follows_operand => {}
+                (Kind::Operator, _) if is_sign && !follows_operand => {}
                 (Kind::Operator, _) => {
                     level.finish(end, edits);
                     let num_operators = if [",", ":", "="].contains(&word) {
@@ -402,8 +408,21 @@ impl Code<'_> {
             }
             end = range.end;
         }
+        self.check_operand(self.tokens.len())?;
         if let Some(level) = levels.last_mut() {
             level.finish(end, edits);
+        }
+        Ok(())
+    }
+
+    /// Checks that what comes before a token is not `~` or `%`: in brackets nothing would be an empty list.
+    fn check_operand(&self, index: usize) -> Result<(), String> {
+        let Some(before) = index.checked_sub(1) else {
+            return Ok(());
+        };
+        let word = self.word(before);
+        if self.tokens[before].kind == Kind::Operator && ["~", "%"].contains(&word) {
+            return Err(format!("what comes after {word} is missing"));
         }
         Ok(())
     }
@@ -422,19 +441,16 @@ impl Code<'_> {
         let end = assignment.or(outer("|")).unwrap_or(self.tokens.len());
         let is_of_namespace = (0..end).any(|index| self.word(index) == ".");
         let kept = format!("|{KEPT}({is_of_namespace})");
-        let add = |place: usize, order: Order, text: String| Edit {
-            range: place..place,
-            order,
-            text,
-        };
         match assignment {
+            // The engine says that there is nothing to set.
+            Some(index) if index + 1 == self.tokens.len() => {}
             Some(index) => {
-                let begin = self.tokens[index].range.end;
-                edits.push(add(begin, Order::Set, "(".to_string()));
-                edits.push(add(last.range.end, Order::EndOfSet, format!("){kept}")));
+                edits.push(added(self.tokens[index].range.end, Order::Set, "("));
+                let end = format!("){kept}");
+                edits.push(added(last.range.end, Order::EndOfSet, &end));
             }
             None if end < self.tokens.len() => {
-                edits.push(add(last.range.end, Order::EndOfSet, kept));
+                edits.push(added(last.range.end, Order::EndOfSet, &kept));
             }
             None => {}
         }

@@ -159,6 +159,21 @@ fn num_fields(text: &str) -> usize {
 
 /// `text % args` or `text.format(args)`.
 fn formatted(style: FormatStyle, text: &str, args: &[Value]) -> Result<String, Error> {
+    // The engine looks for the end of a key byte by byte.
+    let (field, key, end) = match style {
+        FormatStyle::Printf => ("%", "(", ")"),
+        FormatStyle::StrFormat => ("{", "[", "}"),
+    };
+    let fields = text.replace(&field.repeat(2), "");
+    let mut keys = fields.split(field).skip(1).filter_map(|field| {
+        let field = field.split(end).next().unwrap_or_default();
+        field.split_once(key)
+    });
+    if keys.any(|(_, key)| !key.is_ascii()) {
+        return Err(refused(
+            "a key in a format is not ASCII, which is not supported",
+        ));
+    }
     // Widths and precisions of the text, and those that it takes from the arguments.
     let numbers = text.split(|c: char| !c.is_ascii_digit());
     let takes_widths = match style {
@@ -437,7 +452,7 @@ fn text_method(
             Value::from(has_letter && title(text) == text)
         }),
         "isspace" => all(is_space),
-        "isdecimal" => all(|c| c.is_numeric() && c.to_digit(10).is_some()),
+        "isdecimal" => all(|c| c.is_ascii_digit()),
         "isprintable" => from_args(args).map(|()| Value::from(text.chars().all(is_printable))),
         "isidentifier" => from_args(args).map(|()| {
             let is_part = |c: char| c.is_alphanumeric() || c == '_';

@@ -95,7 +95,7 @@ fn what_is_nested_too_deep_is_refused() {
     let shown = |code: String| format!("{{{{ {code} }}}}");
     let grow = |code: &str| {
         format!(
-            "{{% set ns = namespace(x=[1, 2]) %}}{{% for i in range(99999) %}}{{% set ns.x = {code} %}}{{% endfor %}}{{{{ ns.x }}}}"
+            "{{% set ns = namespace(x=[1, 2]) %}}{{% for i in range(2000) %}}{{% set ns.x = {code} %}}{{% endfor %}}{{{{ ns.x }}}}"
         )
     };
     let cases = [
