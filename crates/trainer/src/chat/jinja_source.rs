@@ -250,10 +250,10 @@ enum Order {
     EndOfMod,
     EndOfConcat,
     EndOfSet,
-    Replacement,
     Set,
     Concat,
     Mod,
+    Replacement,
 }
 
 /// An expression that is being read, or a part of it between commas.
@@ -306,7 +306,7 @@ impl Code<'_> {
         edits.sort_by_key(|edit| (edit.range.start, edit.order));
         let (mut text, mut place) = (String::new(), range.start);
         for edit in edits {
-            text += &self.source[place..edit.range.start];
+            text += self.source.get(place..edit.range.start).unwrap_or_default();
             text += &edit.text;
             place = edit.range.end;
         }
