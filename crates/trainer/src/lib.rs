@@ -23,6 +23,7 @@ mod generate;
 mod gguf;
 mod held_out;
 mod json_file;
+mod json_text;
 mod line_borders;
 mod loss_range;
 mod lr_schedule;

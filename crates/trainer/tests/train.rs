@@ -46,6 +46,8 @@ mod records;
 mod sampler;
 #[path = "train/samples.rs"]
 mod samples;
+#[path = "train/template_language.rs"]
+mod template_language;
 #[path = "train/tensorboard.rs"]
 mod tensorboard;
 #[path = "train/tokenizer.rs"]

@@ -1,38 +1,49 @@
 //! A checkpoint's chat template: Jinja as transformers renders it.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::ops::Range;
 use std::path::Path;
+use std::thread;
 
 use candle_core::{Result, bail};
 use jiff::civil::Date;
 use jiff::tz::TimeZone;
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Rest;
-use minijinja::{Environment, Error, ErrorKind, State, Value};
+use minijinja::{Environment, Error, ErrorKind, Value};
 
 use super::assistant_spans::find_assistant_spans;
 use super::conversation::Chat;
 use super::generation_marks::{marked_spans, replace_tags};
+use super::jinja_source::JinjaSource;
 use super::loss_masks::take_masked;
-use super::python_json::tojson;
+use super::python_language::add_language;
+use super::python_values::{MAX_TEXT, too_long};
 use super::template_kwargs::TemplateKwargs;
 use super::template_source::TemplateSource;
 use crate::Tokenizer;
+use crate::record_error::RecordError;
 
 /// Names in the environment. What a template is called tells the engine what to escape: nothing.
 const DEFAULT: &str = "chat";
 const WITH_TOOLS: &str = "chat with tools";
 const MARKED: &str = " and marks";
 
-/// Instructions that a template may take for a conversation; to read or write 64 bytes counts as one. A message takes about a hundred: a
-/// conversation of a million tokens a few millions.
+/// Instructions that a template may take for a conversation, and more for each message; to read or write 64 bytes counts as one. A message takes
+/// about a hundred, or as many as there are messages where a template looks at all others for each.
+const MIN_STEPS: u64 = 20_000_000;
+const STEPS_PER_MESSAGE: u64 = 10_000;
 const MAX_STEPS: u64 = 50_000_000;
+
+/// Bytes of stack for what the engine does by recursion, which limits of depth bound: reading a template and, where it can call itself, rendering.
+const STACK: usize = 64 << 20;
 
 /// A chat template. It knows the special tokens by their names, such as `bos_token`.
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    /// Whether it can call itself.
+    recurses: bool,
     special_tokens: BTreeMap<String, String>,
     source: TemplateSource,
     date: Date,
@@ -80,8 +91,7 @@ impl ChatTemplate {
         tracing::debug!("chat template: {}", path.display());
         Self::new(source, special_tokens).map_err(|err| {
             candle_core::Error::msg(format!(
-                "the chat template of {path:?} is not one that can be rendered: {}",
-                explain(&err)
+                "the chat template of {path:?} is not one that can be rendered: {err}"
             ))
         })
     }
@@ -99,31 +109,12 @@ impl ChatTemplate {
     fn new(
         source: TemplateSource,
         special_tokens: BTreeMap<String, String>,
-    ) -> std::result::Result<Self, Error> {
-        let mut environment = Environment::new();
-        let syntax = SyntaxConfig::builder()
-            .trim_blocks(true)
-            .lstrip_blocks(true)
-            .build()?;
-        environment.set_syntax(syntax);
-        environment
-            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.set_formatter(write_as_python);
-        environment.set_fuel(Some(MAX_STEPS));
-        environment.add_filter("tojson", tojson);
-        environment.add_function("raise_exception", raise_exception);
-        let with_tools = source.with_tools.as_ref().map(|text| (WITH_TOOLS, text));
-        for (name, text) in [(DEFAULT, &source.default)].into_iter().chain(with_tools) {
-            match replace_tags(text) {
-                None => environment.add_template_owned(name, text.clone())?,
-                Some((plain, marked)) => {
-                    environment.add_template_owned(name, plain)?;
-                    environment.add_template_owned(format!("{name}{MARKED}"), marked)?;
-                }
-            }
-        }
+    ) -> std::result::Result<Self, String> {
+        let read = with_stack(|| environment_of(&source));
+        let (environment, recurses) = read.map_err(|err| err.to_string())??;
         Ok(Self {
             environment,
+            recurses,
             special_tokens,
             source,
             date: Date::ZERO,
@@ -189,12 +180,13 @@ impl ChatTemplate {
     /// cut off before and after each turn: of white space after the last of the tokenizer's `special_tokens` none belongs to the turn.
     ///
     /// # Errors
-    /// The template refuses the conversation, or the turns cannot be told apart; a part of a sentence.
+    /// The template refuses the conversation, or the turns cannot be told apart. That a template takes more steps or makes longer texts than any
+    /// should is [`RecordError::Unsupported`].
     pub fn render(
         &self,
         chat: &Chat,
         special_tokens: &[String],
-    ) -> std::result::Result<Rendered, String> {
+    ) -> std::result::Result<Rendered, RecordError> {
         self.render_as_read(&self.with_contents_as_read(chat).chat, special_tokens)
     }
 
@@ -203,17 +195,19 @@ impl ChatTemplate {
         &self,
         chat: &Chat,
         special_tokens: &[String],
-    ) -> std::result::Result<Rendered, String> {
-        let text = self.text(chat, chat.messages(), false)?;
+    ) -> std::result::Result<Rendered, RecordError> {
+        let text = self.render_named(self.name(chat), chat, chat.messages(), false)?;
         let marked = format!("{}{MARKED}", self.name(chat));
         let turns = || find_assistant_spans(self, chat, &text, special_tokens);
         let mut assistant = match self.environment.get_template(&marked) {
             Ok(_) => {
                 let marked = self.render_named(&marked, chat, chat.messages(), false)?;
                 let spans = marked_spans(&text, &marked);
-                spans.ok_or(
-                    "its generation tags do not come in pairs, or it contains U+FDD0 or U+FDD1",
-                )?
+                spans.ok_or_else(|| {
+                    let reason =
+                        "its generation tags do not come in pairs, or it contains U+FDD0 or U+FDD1";
+                    reason.to_string()
+                })?
             }
             Err(_) => turns()?,
         };
@@ -235,7 +229,8 @@ impl ChatTemplate {
         messages: &[Value],
         add_generation_prompt: bool,
     ) -> std::result::Result<String, String> {
-        self.render_named(self.name(chat), chat, messages, add_generation_prompt)
+        let text = self.render_named(self.name(chat), chat, messages, add_generation_prompt);
+        text.map_err(|err| err.to_string())
     }
 
     /// The text that a model continues with the assistant's answer to `chat`.
@@ -263,7 +258,7 @@ impl ChatTemplate {
         chat: &Chat,
         messages: &[Value],
         add_generation_prompt: bool,
-    ) -> std::result::Result<String, String> {
+    ) -> std::result::Result<String, RecordError> {
         let tokens = self.special_tokens.iter();
         let tokens = tokens.map(|(name, token)| (name.as_str(), Value::from(token)));
         let documents = ("documents", Value::from(()));
@@ -276,9 +271,35 @@ impl ChatTemplate {
         // The last one of a name counts.
         let context = tokens.chain([documents]).chain(kwargs).chain(all);
         let context: BTreeMap<&str, Value> = context.collect();
-        let rendered = self.environment.get_template(name);
-        let rendered = rendered.and_then(|template| template.render(Value::from(context)));
-        rendered.map_err(|err| format!("the chat template refuses it: {}", explain(&err)))
+        let num_messages = messages.len() as u64;
+        let steps = MIN_STEPS.saturating_add(STEPS_PER_MESSAGE.saturating_mul(num_messages));
+        let steps = steps.min(MAX_STEPS);
+        let mut environment = self.environment.clone();
+        environment.set_fuel(Some(steps));
+        let render = || {
+            let mut text = LimitedOutput::default();
+            let template = environment.get_template(name);
+            let rendered = template.and_then(|template| {
+                let context = Value::from(context);
+                template.render_captured_to(context, &mut text).map(drop)
+            });
+            rendered.map_err(|err| match (err.kind(), err.detail()) {
+                (ErrorKind::WriteFailure, _) => RecordError::Unsupported(explain(&too_long())),
+                (ErrorKind::OutOfFuel, None) => {
+                    RecordError::Unsupported(format!("it takes more than {steps} steps"))
+                }
+                (ErrorKind::OutOfFuel, _) => RecordError::Unsupported(explain(&err)),
+                _ => RecordError::Malformed(explain(&err)),
+            })?;
+            let text = String::from_utf8(text.0);
+            text.map_err(|err| RecordError::Malformed(err.to_string()))
+        };
+        let rendered = if self.recurses {
+            with_stack(render).unwrap_or_else(|err| Err(err.to_string().into()))
+        } else {
+            render()
+        };
+        rendered.map_err(|err| err.of("the chat template refuses it:"))
     }
 
     /// What decides what is rendered.
@@ -294,14 +315,69 @@ impl ChatTemplate {
     }
 }
 
+/// The engine with these templates, and whether one can call itself.
+fn environment_of(
+    source: &TemplateSource,
+) -> std::result::Result<(Environment<'static>, bool), String> {
+    let fail = |err: Error| explain(&err);
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder()
+        .trim_blocks(true)
+        .lstrip_blocks(true)
+        .build();
+    environment.set_syntax(syntax.map_err(fail)?);
+    add_language(&mut environment);
+    let mut recurses = false;
+    let mut add = |name: String, text: &str| {
+        let source = JinjaSource::new(text)?;
+        recurses |= source.recurses;
+        let added = environment.add_template_owned(name, source.text);
+        added.map_err(fail)
+    };
+    let with_tools = source.with_tools.as_ref().map(|text| (WITH_TOOLS, text));
+    for (name, text) in [(DEFAULT, &source.default)].into_iter().chain(with_tools) {
+        match replace_tags(text) {
+            None => add(name.to_string(), text)?,
+            Some((plain, marked)) => {
+                add(name.to_string(), &plain)?;
+                add(format!("{name}{MARKED}"), &marked)?;
+            }
+        }
+    }
+    Ok((environment, recurses))
+}
+
+/// Does it with a stack of [`STACK`] bytes, whatever thread this is.
+fn with_stack<T: Send>(work: impl FnOnce() -> T + Send) -> io::Result<T> {
+    thread::scope(|scope| {
+        let builder = thread::Builder::new().name("chat template".into());
+        let thread = builder.stack_size(STACK).spawn_scoped(scope, work)?;
+        Ok(thread
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })
+}
+
+/// A rendered text of at most [`MAX_TEXT`] bytes.
+#[derive(Default)]
+struct LimitedOutput(Vec<u8>);
+
+impl io::Write for LimitedOutput {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > MAX_TEXT {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// The innermost reason, without the engine's words around it.
 fn explain(err: &Error) -> String {
-    if err.kind() == ErrorKind::OutOfFuel {
-        return format!(
-            "it takes more than {MAX_STEPS} steps, or writes more than {} GB",
-            MAX_STEPS * 64 / 1_000_000_000
-        );
-    }
     let detail = err.detail().map_or_else(|| err.to_string(), str::to_string);
     match err.line() {
         Some(line) if err.kind() != ErrorKind::InvalidOperation => {
@@ -309,26 +385,6 @@ fn explain(err: &Error) -> String {
         }
         _ => detail,
     }
-}
-
-/// As Python prints values; they differ in these three.
-fn write_as_python(
-    out: &mut minijinja::Output<'_>,
-    state: &mut State<'_, '_>,
-    value: &Value,
-) -> std::result::Result<(), Error> {
-    let text = match bool::try_from(value.clone()) {
-        Ok(true) => "True",
-        Ok(false) => "False",
-        Err(_) if value.is_none() => "None",
-        Err(_) => return minijinja::escape_formatter(out, state, value),
-    };
-    out.write_str(text).map_err(Error::from)
-}
-
-fn raise_exception(message: Rest<Value>) -> std::result::Result<Value, Error> {
-    let message: Vec<String> = message.iter().map(ToString::to_string).collect();
-    Err(Error::new(ErrorKind::InvalidOperation, message.join(" ")))
 }
 
 fn strftime(format: &str, date: Date) -> std::result::Result<String, Error> {

@@ -5,6 +5,7 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::conversation::{Fields, has_content};
+use crate::json_text::read_json;
 use crate::record_error::RecordError;
 
 /// Tools as templates read them, of a field that is a list of objects; `None` if it is empty.
@@ -68,7 +69,7 @@ fn objects(name: &str, value: &Value) -> Result<Vec<Value>, RecordError> {
 fn said(name: &str, value: &Value, expected: &str) -> Result<Value, RecordError> {
     match value.as_str() {
         None => Ok(value.clone()),
-        Some(text) => serde_json::from_str(text).map_err(|err| {
+        Some(text) => read_json(text).map_err(|err| {
             RecordError::Unsupported(format!(
                 "{name} in a text that is not valid JSON ({err}), expected {expected}"
             ))

@@ -7,6 +7,7 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::conversation::Fields;
+use crate::json_text::read_json;
 
 /// What a conversation itself is, and what transformers takes by these names for itself.
 const RESERVED: [&str; 7] = [
@@ -60,7 +61,7 @@ impl FromStr for TemplateKwargs {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let value: Value = serde_json::from_str(text).map_err(|err| {
+        let value: Value = read_json(text).map_err(|err| {
             format!("is not valid JSON ({err}), expected an object such as {{\"enable_thinking\": false}}")
         })?;
         match value.as_str() {

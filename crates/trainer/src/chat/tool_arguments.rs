@@ -4,10 +4,11 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::conversation::{Chat, Fields};
+use crate::json_text::read_json;
 
 /// The object that a text of JSON says.
 pub(super) fn parsed_object(text: &str) -> Option<Value> {
-    let object: Value = serde_json::from_str(text).ok()?;
+    let object: Value = read_json(text).ok()?;
     (object.kind() == ValueKind::Map).then_some(object)
 }
 

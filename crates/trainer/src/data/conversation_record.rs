@@ -7,6 +7,7 @@ use super::record_fields::RecordFields;
 use crate::chat::{
     Chat, MASKS_OF_RECORDS, ROLES, TemplateKwargs, common_role, has_content, masks_of_list,
 };
+use crate::json_text::read_json;
 use crate::record_error::RecordError;
 
 /// What the assistant is called where it calls a tool.
@@ -141,7 +142,7 @@ fn message_of(turn: &Value) -> Result<Value, RecordError> {
 
 /// The `tool_calls` that `text` says: JSON of a name and arguments, or a list of such.
 fn calls_of(text: &str) -> Result<Value, RecordError> {
-    let said: Value = serde_json::from_str(text).unwrap_or_default();
+    let said = read_json(text).unwrap_or_default();
     let calls: Vec<Value> = match said.kind() {
         ValueKind::Seq => said.try_iter().into_iter().flatten().collect(),
         _ => vec![said],

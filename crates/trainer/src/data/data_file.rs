@@ -23,7 +23,7 @@ pub(crate) struct DataFile {
 pub(super) type DataBytes = BufReader<Box<dyn Read + Send>>;
 
 /// The byte-order mark of UTF-8.
-pub(super) const BOM: char = '\u{feff}';
+pub(crate) const BOM: char = '\u{feff}';
 /// How a file in gzip begins.
 const GZIP: &[u8] = b"\x1f\x8b\x08";
 /// How files begin that are compressed in ways that are not read, and what these are called.

@@ -11,10 +11,10 @@ use super::csv_rows::{CsvRow, CsvRows};
 use super::data_file::{DataBytes, DataFile};
 use super::data_files::Data;
 use super::json_document::document;
-use super::json_text::{NOT_UTF8, json_value};
 use super::record::{ParsedRecord, Record, RecordFormat};
 use super::record_location::{Place, RecordLocation};
 use crate::file_format::FileFormat;
+use crate::json_text::{NOT_UTF8, read_json};
 use crate::record_error::RecordError;
 
 /// The longest record that is read, but for files that are one text: what is made of it takes many times as much
@@ -53,7 +53,7 @@ impl RawRecord {
             Content::NoText(reason) => Err(reason.into()),
             Content::Value(value) => ParsedRecord::of(&value, columns),
             Content::Row(row) => ParsedRecord::of(&row.to_object()?, columns),
-            Content::Json(line) => match std::str::from_utf8(&line).map(json_value) {
+            Content::Json(line) => match std::str::from_utf8(&line).map(read_json) {
                 Ok(Ok(value)) => ParsedRecord::of(&value, columns),
                 Ok(Err(err)) => Err(format!("it is not valid JSON: {err}").into()),
                 Err(_) => Err(NOT_UTF8.to_string().into()),

@@ -11,11 +11,11 @@ use serde_json::Deserializer;
 use super::columns::Columns;
 use super::data_file::DataFile;
 use super::file_records::MAX_RECORD_BYTES;
-use super::json_text::{json_value, json_values};
 use super::preferences::PREFERENCES;
 use super::record_fields::FIELDS;
 use crate::chat::MASKS_OF_RECORDS;
 use crate::file_format::FileFormat;
+use crate::json_text::{read_json, read_json_values};
 
 /// The records of a document; `None` if the file has one in each line.
 ///
@@ -29,7 +29,7 @@ pub(super) fn document(file: &DataFile, columns: &Columns) -> Result<Option<Vec<
     let is_lines = file.format == FileFormat::JsonLines;
     let line = next_line(file, &mut bytes, is_lines)?;
     let is_cut = is_lines && line.len() > MAX_RECORD_BYTES;
-    let value = std::str::from_utf8(&line).map(json_value);
+    let value = std::str::from_utf8(&line).map(read_json);
     match value {
         // A line that is damaged or too long is no reason to have all of a file in memory.
         _ if is_cut && !(line.starts_with(b"[") && begins_with_value(file)?) => return Ok(None),
@@ -77,7 +77,7 @@ fn begins_with_value(file: &DataFile) -> Result<bool> {
 }
 
 fn values(file: &DataFile) -> Result<Vec<Value>> {
-    match json_values(&file.read_text()?) {
+    match read_json_values(&file.read_text()?) {
         Ok(values) if values.is_empty() => {
             bail!("data file {:?} is not valid JSON: it is empty", file.path)
         }

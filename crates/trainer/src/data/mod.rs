@@ -12,7 +12,6 @@ mod data_spec;
 mod encode_data;
 mod file_records;
 mod json_document;
-mod json_text;
 mod overlong;
 #[cfg(feature = "parquet")]
 mod parquet_rows;
@@ -28,6 +27,7 @@ mod tokens;
 mod tokens_writer;
 
 pub use columns::Columns;
+pub(crate) use data_file::BOM;
 pub use data_files::Data;
 pub use data_spec::DataSpec;
 pub use overlong::Overlong;

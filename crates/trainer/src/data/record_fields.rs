@@ -4,6 +4,7 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use crate::chat::has_content;
+use crate::json_text::read_json;
 
 /// The fields that records are read by.
 pub(super) const FIELDS: [&str; 16] = [
@@ -105,7 +106,7 @@ impl<'a> RecordFields<'a> {
     pub fn has_messages_as_text(&self, name: &str) -> bool {
         let field = self.peek(name);
         let text = field.as_str().filter(|text| text.starts_with('['));
-        let list = text.and_then(|text| serde_json::from_str::<Value>(text).ok());
+        let list = text.and_then(|text| read_json(text).ok());
         let mut messages = list
             .iter()
             .flat_map(|list| list.try_iter())
@@ -126,7 +127,7 @@ impl<'a> RecordFields<'a> {
     pub fn list(&mut self, name: &'static str) -> Result<Vec<Value>, String> {
         let mut value = self.value(name).unwrap_or_default();
         if let Some(text) = value.as_str() {
-            value = match serde_json::from_str::<Value>(text) {
+            value = match read_json(text) {
                 Ok(list) if list.kind() == ValueKind::Seq => list,
                 Ok(other) => {
                     let kind = other.kind();

@@ -43,19 +43,6 @@ fn json_is_that_of_python() {
 }
 
 #[test]
-fn a_template_without_an_end_is_refused_at_a_limit() {
-    let dir = tempfile::tempdir().unwrap();
-    let loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}";
-    fs::write(dir.path().join("chat_template.jinja"), loops).unwrap();
-    let template = ChatTemplate::from_dir(dir.path(), BTreeMap::new()).unwrap();
-    let message = minijinja::context! { role => "user", content => "x" };
-    let chat = Chat::new(vec![message], None).unwrap();
-    let said = template.unwrap().generation_prompt(&chat).unwrap_err();
-    let said = said.to_string();
-    assert!(said.contains("more than 50000000 steps"), "{said}");
-}
-
-#[test]
 fn templates_print_values_and_refuse_conversations_as_in_python() {
     let render = |source: &str| {
         let dir = tempfile::tempdir().unwrap();
@@ -81,6 +68,7 @@ fn templates_print_values_and_refuse_conversations_as_in_python() {
         "True"
     );
     let err = render("{{ raise_exception('Only one turn, please') }}").unwrap_err();
+    let err = err.to_string();
     assert!(err.contains("refuses it: Only one turn, please"), "{err}");
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("chat_template.jinja"), "{% for %}").unwrap();
