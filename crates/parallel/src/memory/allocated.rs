@@ -12,8 +12,8 @@ static COUNT: OnceLock<fn() -> i64> = OnceLock::new();
 /// The first call counts.
 ///
 /// candle says nothing of its allocations, and a library must not choose an allocator. So a program whose own one counts tells it
-/// here; of one that does not, [`MemoryCategory::Activations`](crate::MemoryCategory::Activations) are 0 on the CPU. On a GPU its
-/// driver counts.
+/// here; of one that does not, [`MemoryCategory::Activations`](crate::MemoryCategory::Activations) are not measured on the CPU
+/// ([`MemoryReport::measured`](crate::MemoryReport::measured)). On a GPU its driver counts.
 pub fn count_memory_with(bytes: fn() -> i64) {
     COUNT.get_or_init(|| bytes);
 }
