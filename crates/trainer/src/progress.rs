@@ -1,5 +1,6 @@
 //! Progress on the terminal: a bar where stderr is one, else a plain line now and then, for logs and CI.
 
+use std::collections::BTreeSet;
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
@@ -38,7 +39,7 @@ struct Part {
     need: Need,
 }
 
-/// How much a part is needed: the first ones are left out first.
+/// How much a part is needed: the last ones have room first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Need {
     TargetRate,
@@ -215,13 +216,19 @@ fn fitted(parts: &[Part], share: f64, columns: usize) -> String {
             .sum::<usize>()
             .saturating_sub(1)
     };
-    let mut kept = vec![Part::new(Need::Bar, " ".repeat(MIN_BAR))];
-    kept.extend_from_slice(parts);
-    while width(&kept) > columns
-        && let Some(least) = kept.iter().map(|part| part.need).min()
-        && least < Need::Always
-    {
-        kept.retain(|part| part.need != least);
+    let mut all = vec![Part::new(Need::Bar, " ".repeat(MIN_BAR))];
+    all.extend_from_slice(parts);
+    let needs: BTreeSet<Need> = all.iter().map(|part| part.need).collect();
+    let (mut kept, mut shown) = (Vec::new(), BTreeSet::new());
+    for need in needs.into_iter().rev() {
+        shown.insert(need);
+        let more = all.iter().filter(|part| shown.contains(&part.need));
+        let more: Vec<Part> = more.cloned().collect();
+        if need == Need::Always || width(&more) <= columns {
+            kept = more;
+        } else {
+            shown.remove(&need);
+        }
     }
     let free = columns.saturating_sub(width(&kept));
     if let Some(bar) = kept.iter_mut().find(|part| part.need == Need::Bar) {
@@ -286,6 +293,8 @@ mod tests {
             }
         }
         assert_eq!(line(39, None), "step 1200/3000 loss 2.5000 eta 3m");
+        let saving = line(39, Some("saving a checkpoint"));
+        assert_eq!(saving, "step 1200/3000 loss 2.5000 eta 3m");
         assert_eq!(
             line(79, None),
             "step 1200/3000 loss 2.5000 lr 1.00e-3 3 skipped, loss scale 1024 eta 3m"

@@ -7,7 +7,7 @@ use candle_core::Result;
 use candle_launch::RankEnv;
 use candle_train_run::{
     Idle, Layer, check_printed, find, in_words, keep_printed, leave_out, numbers_may_be_negative,
-    print_for_all, print_message, read_table, words_of_layers,
+    print_error, print_for_all, print_message, read_table, words_of_layers,
 };
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -189,7 +189,8 @@ fn exit_with_usage(err: &clap::Error, is_training: bool) -> ! {
         // Help, or the version.
         keep_printed(err.print());
         if let Err(lost) = check_printed() {
-            exit_with_message(&in_words(&lost), false)
+            print_error(&lost);
+            std::process::exit(1)
         }
         std::process::exit(err.exit_code())
     }

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, bail};
 use candle_parallel::{ModelPart, Pipeline};
 use candle_train_models::ModelConfig;
 use candle_trainer::{ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
@@ -197,7 +197,7 @@ fn write_out(text: &str) -> Result<()> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         // Who reads has enough, as `head` has: nothing else is left to do.
         Err(err) if err.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
-        written => Ok(written?),
+        written => written.map_err(|err| Error::msg(format!("cannot write to stdout: {err}"))),
     }
 }
 

@@ -132,7 +132,7 @@ fn what_stdout_has_no_room_for_is_an_error_and_a_reader_that_has_gone_is_none() 
             .flag("--model", workspace.path("model").display())
             .flag("--prompt", "The"),
         candle_train("launch")
-            .switch("--dry-run")
+            .argument("--dry-run")
             .argument("--nproc-per-node=1")
             .argument("true"),
         told,
@@ -147,7 +147,7 @@ fn what_stdout_has_no_room_for_is_an_error_and_a_reader_that_has_gone_is_none() 
             outcome.code,
             outcome.stderr
         );
-        let said = "No space left on device";
+        let said = "cannot write to stdout: No space left";
         assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
         let outcome = program.without_reader().run();
         assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);

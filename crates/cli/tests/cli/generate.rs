@@ -46,16 +46,22 @@ fn a_text_ends_with_an_error_at_the_models_positions_or_a_line_says_why_it_goes_
         let program = generate(&workspace).flag("--prompt", "The Queen");
         program.flag("--max-new-tokens", tokens)
     };
-    let long = program(30).run();
-    long.assert_error(&["has reached the model's 8 positions", "--max-new-tokens "]);
+    let refused = |program: Program, parts: &[&str]| {
+        let outcome = program.run();
+        assert_eq!(outcome.code, Some(1), "{}", outcome.stderr);
+        for part in parts {
+            assert!(outcome.stderr.contains(part), "{}", outcome.stderr);
+        }
+        outcome
+    };
+    let parts = ["has reached the model's 8 positions", "--max-new-tokens "];
+    let long = refused(program(30), &parts);
     // What there was room for has been written, and is what a shorter text has.
     let room = long.stderr.split("--max-new-tokens ").nth(1).unwrap();
     let room: usize = room.trim().parse().unwrap();
     assert_eq!(program(room).succeeds().stdout, long.stdout);
-    let prompt = generate(&workspace).flag("--prompt", "The Queen of Hearts made some tarts");
-    prompt
-        .run()
-        .assert_error(&["the prompt has ", "takes 8 at most"]);
+    let prompt = program(1).flag("--prompt", "The Queen of Hearts made some tarts");
+    refused(prompt, &["error: the prompt has ", "takes 8 at most"]);
     workspace.edit_config(|config| {
         config["rope_scaling"] = serde_json::json!({"rope_type": "dynamic", "factor": 2.0});
     });
