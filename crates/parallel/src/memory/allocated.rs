@@ -18,6 +18,11 @@ pub fn count_memory_with(bytes: fn() -> i64) {
     COUNT.get_or_init(|| bytes);
 }
 
+/// Whether this program counts, so that a rank without passes, such as a parameter server, is known to hold no activations.
+pub(super) fn is_counted() -> bool {
+    COUNT.get().is_some()
+}
+
 /// Bytes of the calling rank, or of all tensors on its GPU; `None` if nobody counts them.
 pub(super) fn allocated_bytes(device: &Device) -> Result<Option<i64>> {
     match device.is_cpu() {

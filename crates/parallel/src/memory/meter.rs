@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 
 use candle_core::{Device, Result};
 
-use super::allocated::allocated_bytes;
+use super::allocated::{allocated_bytes, is_counted};
 use super::category::MemoryCategory;
 use super::report::{MemoryReport, MemoryUse};
 
@@ -22,7 +22,7 @@ struct Counters {
     before_passes: AtomicI64,
     /// The most activations since then.
     peak_of_passes: AtomicU64,
-    /// Whether activations are measured.
+    /// Whether activations of passes were measured, by whom it may be.
     are_passes_measured: AtomicBool,
 }
 
@@ -66,7 +66,7 @@ impl MemoryMeter {
                 peak: counter.peak.load(Ordering::Relaxed),
             }
         })
-        .with_activations(self.0.are_passes_measured.load(Ordering::Relaxed))
+        .with_activations(is_counted() || self.0.are_passes_measured.load(Ordering::Relaxed))
     }
 
     fn counter(&self, category: MemoryCategory) -> &Counter {
@@ -153,7 +153,6 @@ mod tests {
                 .measured(MemoryCategory::Activations)
                 .is_some()
         };
-        assert!(!is_measured());
         let staged = meter.hold(MemoryCategory::Buffers, 200);
         meter.begin_passes(&device)?;
         // An output, weights that were gathered for it, a buffer that stays, and one that goes.
