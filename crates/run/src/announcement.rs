@@ -49,6 +49,9 @@ impl TrainingRun<'_> {
         if let Some(note) = training.layout.recompute.note() {
             self.observers.note(note);
         }
+        for line in training.never_reached(&train.lr_schedule) {
+            self.observers.warn(line);
+        }
         for warning in &self.data.warnings {
             self.observers.warn(warning);
         }

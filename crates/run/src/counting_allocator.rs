@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use candle_comm::{MIN_ADOPTED_BYTES, allocated_of_rank};
+use candle_parallel::count_memory_with;
 use candle_trainer::LESS_MEMORY_HINT;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -48,6 +49,13 @@ pub(crate) fn allocated_bytes() -> i64 {
 /// The most bytes that were allocated at a time; 0 unless the program's allocator is a [`CountingAllocator`].
 pub fn peak_allocated_bytes() -> usize {
     PEAK.load(Ordering::Relaxed)
+}
+
+/// Lets `bytes` measure activations, if the program's allocator is a [`CountingAllocator`], which has counted something long before.
+pub(crate) fn measure_activations_by(bytes: fn() -> i64) {
+    if peak_allocated_bytes() > 0 {
+        count_memory_with(bytes);
+    }
 }
 
 /// Says once that there is no memory, before whoever asked for it ends the process, as nearly all do. Nothing is allocated for it.

@@ -11,7 +11,7 @@ use candle_trainer::hub::DataUse;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::args::logs::MetricsOf;
+use crate::args::logs::LogsOf;
 use crate::args::lora::frozen_bits;
 use crate::args::training::TrainingArgs;
 use crate::observer::Observers;
@@ -78,7 +78,7 @@ impl DryRun {
             }
             let output = save.of_any_run().look()?;
             check_folders(training, None)?;
-            let of = MetricsOf {
+            let of = LogsOf {
                 run: "",
                 is_resumed: true,
                 overwrites: true,

@@ -9,11 +9,12 @@ use crate::observer::RunEvent;
 use crate::training_run::TrainingRun;
 
 impl TrainingRun<'_> {
-    /// Trains; what happens the first rank tells. What it trained on.
+    /// Trains the run of this name; what happens the first rank tells. What it trained on.
     pub(crate) fn fit(
         &self,
         trainer: &mut Trainer,
         mesh: &Mesh,
+        run: &str,
         position: Option<DataPosition>,
     ) -> Result<Batches> {
         // A server sees no data, and tells by the first worker's how far it is.
@@ -35,7 +36,7 @@ impl TrainingRun<'_> {
         let num_steps = trainer.num_steps();
         tell(RunEvent::Begin { num_steps });
         let trace = &self.spec.training.logs.trace;
-        let mut tracer = trace.tracer(mesh, trainer.step(), observers);
+        let mut tracer = trace.tracer(mesh, run, trainer.step(), observers);
         let trained = trainer.train_observed(&batches, |event| {
             if let (Some(tracer), TrainEvent::Step(step)) = (&mut tracer, event)
                 && let Some(traced) = tracer.after_step(step.step)?

@@ -13,8 +13,8 @@ use candle_parallel::checkpoint::{
     HfSave, SpaceNeed, TrainingCheckpoint, check_free_space, size_in_words,
 };
 use candle_parallel::gguf::{
-    CheckpointWeights, GgmlDType, GgufContent, GgufFile, GgufMetadata, GgufTensor, GgufValue,
-    MergedModel, RowChange, Weights,
+    CheckpointWeights, GgmlDType, GgufContent, GgufFile, GgufMetadata, GgufReader, GgufTensor,
+    GgufValue, MergedModel, RowChange, Weights,
 };
 use candle_train_models::{CausalLm, GgufType, ModelConfig, gguf_layer};
 use candle_trainer::{Activity, ChatTemplate, Tokenizer, WholeFile, gguf_vocab};
@@ -38,7 +38,13 @@ pub struct GgufExport {
     pub modelfile: bool,
     /// Whether files that are there are replaced.
     pub overwrite: bool,
+    /// What decides the file's content, of a file that a run writes. It is noted in the file, and one that has the same is replaced without
+    /// [`Self::overwrite`].
+    pub run: Option<String>,
 }
+
+/// The key of [`GgufExport::run`].
+const RUN_KEY: &str = "candle_train.run";
 
 /// The model of a file.
 pub enum GgufSource {
@@ -149,7 +155,7 @@ impl GgufExport {
                     end.display()
                 );
             }
-            if path.symlink_metadata().is_ok() && !self.overwrite {
+            if path.symlink_metadata().is_ok() && !self.overwrite && !self.is_own(&path) {
                 bail!(
                     "{} exists already\nhint: --overwrite replaces it",
                     path.display()
@@ -157,6 +163,15 @@ impl GgufExport {
             }
         }
         Ok(())
+    }
+
+    /// Whether an earlier run of the same command has written the file at `path`.
+    fn is_own(&self, path: &Path) -> bool {
+        let Some(run) = &self.run else { return false };
+        let file = GgufReader::open(path).map(|file| file.metadata());
+        file.is_ok_and(
+            |metadata| matches!(metadata.get(RUN_KEY), Some(GgufValue::String(own)) if own == run),
+        )
     }
 
     fn place_of_modelfile(&self) -> PathBuf {
@@ -353,10 +368,13 @@ impl GgufExport {
 
     fn write_file(
         &self,
-        metadata: GgufMetadata,
+        mut metadata: GgufMetadata,
         tensors: Vec<GgufTensor>,
         weights: &dyn Weights,
     ) -> Result<()> {
+        if let Some(run) = &self.run {
+            metadata.set_text(RUN_KEY, run);
+        }
         let num_written_bytes: Arc<AtomicU64> = Arc::default();
         let file = GgufFile {
             metadata,

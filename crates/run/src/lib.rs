@@ -78,7 +78,8 @@ pub use gguf_export::{GgufExport, GgufSource};
 pub use idle::Idle;
 pub use observer::{Console, Observer, Observers, RunEvent};
 pub use output::{
-    exit_as_rank, exit_with, in_words, print_error, print_for_all, print_line, print_message,
+    check_printed, exit_as_rank, exit_with, in_words, keep_printed, print_error, print_for_all,
+    print_line, print_message,
 };
 pub use pretrain::{FromScratch, ModelArgs, Pretrain};
 pub use reading::{DataModel, TrainingData};

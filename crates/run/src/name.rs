@@ -8,7 +8,7 @@ use candle_trainer::TrainingRecord;
 use twox_hash::XxHash64;
 
 use crate::args::data::DATE;
-use crate::args::logs::MetricsOf;
+use crate::args::logs::LogsOf;
 use crate::record::{GLOBAL_BATCH_SIZE, NUM_STEPS};
 use crate::training_run::TrainingRun;
 
@@ -17,11 +17,11 @@ const MAY_CHANGE: [&str; 3] = [GLOBAL_BATCH_SIZE, NUM_STEPS, DATE];
 
 impl TrainingRun<'_> {
     /// What this run is called: as in the checkpoint that it goes on from. One that was to go on and has no checkpoint begins again, and is
-    /// the one whose metrics are there if that had the same model, data and settings. Any other has a name of its own: a digest of these
+    /// the one whose logs are there if that had the same model, data and settings. Any other has a name of its own: a digest of these
     /// and a random number.
     ///
     /// # Errors
-    /// A file of metrics that cannot be read, or holds something else.
+    /// A log that cannot be read, or holds something else.
     pub(crate) fn name(&self, record: &TrainingRecord, ranks: &RunConfig) -> Result<String> {
         let (training, is_restart) = (&self.spec.training, ranks.env.num_restarts() > 0);
         if let Some(noted) = training.checkpoints.noted(is_restart) {
@@ -30,8 +30,8 @@ impl TrainingRun<'_> {
         let digest = digest_of(record)?;
         // The first rank has the file, and tells the others.
         if ranks.is_first() && (is_restart || training.checkpoints.resume.is_some()) {
-            let begun = training.logs.run_of_metrics()?;
-            if let Some(run) = begun.filter(|run| run.starts_with(&digest)) {
+            let begun = training.logs.runs()?.into_iter();
+            if let Some(run) = begun.flatten().find(|run| run.starts_with(&digest)) {
                 return Ok(run);
             }
         }
@@ -39,9 +39,9 @@ impl TrainingRun<'_> {
         Ok(format!("{digest}{random:016x}"))
     }
 
-    /// Whose metrics the run writes.
-    pub(crate) fn metrics_of<'a>(&self, run: &'a str, is_resumed: bool) -> MetricsOf<'a> {
-        MetricsOf {
+    /// Whose logs the run writes.
+    pub(crate) fn logs_of<'a>(&self, run: &'a str, is_resumed: bool) -> LogsOf<'a> {
+        LogsOf {
             run,
             is_resumed,
             overwrites: self.spec.training.output.overwrite,

@@ -1,21 +1,48 @@
 //! What a program prints, and how it ends.
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
 use candle_comm::launch::cannot_start;
 use candle_comm::message_of;
 use candle_core::{Error, Result};
 use candle_launch::{CANNOT_GO_ON_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
 
-/// Prints a line on stdout. A reader that has gone away (`| head`) does not end a run: errors are ignored.
+/// The first error of stdout, after which nothing more is written to it: half a line would be between others.
+static LOST: OnceLock<std::io::Error> = OnceLock::new();
+
+/// Prints a line on stdout. Nothing ends here if it cannot be written: [`check_printed`] tells at the end.
 pub fn print_line(line: &str) {
-    let _ = writeln!(std::io::stdout(), "{line}");
+    if LOST.get().is_none() {
+        keep_printed(writeln!(std::io::stdout(), "{line}"));
+    }
+}
+
+/// Keeps for [`check_printed`] what became of something that was written to stdout.
+pub fn keep_printed(written: std::io::Result<()>) {
+    if let Err(err) = written {
+        LOST.get_or_init(|| err);
+    }
+}
+
+/// An error if a line was lost, such as on a full disk. A reader that has gone away (`| head`) has enough, and is none.
+///
+/// # Errors
+/// See above.
+pub fn check_printed() -> Result<()> {
+    keep_printed(std::io::stdout().flush());
+    match LOST.get() {
+        Some(err) if err.kind() != ErrorKind::BrokenPipe => {
+            Err(Error::msg(format!("cannot write to stdout: {err}")))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Prints an error as a sentence, with its hints below, and turns it into a non-zero exit code.
 pub fn exit_with(result: Result<()>) -> ExitCode {
-    match result {
+    match result.and_then(|()| check_printed()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(err) => {
             print_error(&err);
@@ -32,7 +59,12 @@ pub fn print_error(err: &Error) {
 /// As [`exit_with`] for a program whose processes may be ranks of one run: what ends all of them is printed once, and of a run without a
 /// first step the exit code says that starting them again, on these hosts, would not help.
 pub fn exit_as_rank(result: Result<ExitCode>, has_begun: bool) -> ExitCode {
-    result.unwrap_or_else(|err| {
+    // What a run has trained is saved all the same.
+    let printed = |code| match code == ExitCode::SUCCESS {
+        true => exit_with(Ok(())),
+        false => code,
+    };
+    result.map(printed).unwrap_or_else(|err| {
         print_for_all(&in_words(&err));
         match RankEnv::from_env() {
             Ok(env) if !has_begun => exit_code_of_refusal(&env),

@@ -20,7 +20,13 @@ impl TrainingRun<'_> {
         let prompt = tokenizer.encode_prompt(text)?;
         let limits = GenerateConfig {
             max_context: config.max_seq_len(),
-            max_new_tokens: args.sample_tokens,
+            // A sample ends where the model's positions do; nothing is computed of its last token.
+            max_new_tokens: args.sample_tokens.min(
+                config
+                    .max_seq_len()
+                    .saturating_sub(prompt.len())
+                    .saturating_add(1),
+            ),
             eos_ids: [config.eos_token_ids.as_slice(), &[tokenizer.eos_id()]].concat(),
             use_cache: true,
         };

@@ -300,14 +300,18 @@ impl RunSpec {
     }
 
     /// Lets those weights stay packed for products on the CPU that gain by it, if the ranks of this machine are expected to leave an eighth of what it has left
-    /// then, and if no flag says which.
+    /// then, and if no flag says which, or asks for less memory.
     pub(crate) fn choose_packing(&mut self, env: &RankEnv) -> Result<()> {
         let is_open = self.training.layout.pack_weights == PackChoice::Auto;
         if !is_open || self.on_gpus || self.training.strategy.num_servers() > 0 {
             return Ok(());
         }
         let (num_micro_batches, _) = self.micro_batches();
-        let wanted = self.training.layout.packing(num_micro_batches);
+        let layout = &self.training.layout;
+        let wanted = layout.packing(num_micro_batches);
+        if wanted == PackWeights::Off || self.lora.has_smaller_base(layout.dtype()) {
+            return Ok(());
+        }
         let (model, left) = (self.model()?, memory_left().unwrap_or(0));
         for pack_weights in [wanted, PackWeights::Frozen, PackWeights::Off] {
             self.pack_weights = pack_weights;
@@ -431,9 +435,10 @@ impl RunSpec {
 #[cfg(test)]
 mod tests {
     use candle_core::Result;
-    use candle_train_models::ModelConfig;
 
-    use super::{Degrees, MemoryReport, PathBuf, RankMemory, RanksMemory};
+    use super::{
+        Degrees, MemoryReport, ModelConfig, PackWeights, PathBuf, RankEnv, RankMemory, RanksMemory,
+    };
     use crate::Finetune;
 
     /// 5 heads on 3 ranks: the first one has one, the others two.
@@ -464,6 +469,38 @@ mod tests {
             "{peaks:?}"
         );
         Ok(())
+    }
+
+    #[test]
+    fn nothing_is_packed_by_itself_where_a_flag_asks_for_less_memory() {
+        let config = r#"{"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 256}"#;
+        let config = ModelConfig::from_json(config).unwrap();
+        let packed = |flags: &str| {
+            let all =
+                format!("model = 'm'\ndata = ['d.txt']\nseq-len = 16\nlora-rank = 2\n{flags}");
+            let run = Finetune::from_table(&toml::from_str(&all).unwrap()).unwrap();
+            let mut spec = run.spec(&config, 1).unwrap();
+            spec.choose_packing(&RankEnv::from_env().unwrap()).unwrap();
+            spec.pack_weights
+        };
+        assert_eq!(packed(""), PackWeights::All);
+        assert_eq!(packed("global-batch-size = 1"), PackWeights::Frozen);
+        assert_eq!(
+            packed("dtype = 'bf16'\nbase-dtype = 'bf16'"),
+            PackWeights::All
+        );
+        for flags in [
+            "recompute = 'full'",
+            "offload = 'params'\noffload-dir = 'd'",
+            "base-dtype = 'q8_0'",
+            "base-dtype = 'q4k'",
+            "base-dtype = 'bf16'",
+        ] {
+            assert_eq!(packed(flags), PackWeights::Off, "{flags}");
+        }
+        let asked = packed("recompute = 'full'\npack-weights = 'on'");
+        assert_eq!(asked, PackWeights::All);
     }
 
     #[test]

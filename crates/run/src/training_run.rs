@@ -203,24 +203,25 @@ impl TrainingRun<'_> {
         let (training, ranks) = (&self.spec.training, &self.ranks);
         let num_steps = settled.train.lr_schedule.num_steps;
         let noted = (training.checkpoints).noted(ranks.env.num_restarts() > 0);
-        let of = self.metrics_of(&settled.name, noted.is_some());
+        let of = self.logs_of(&settled.name, noted.is_some());
         let steps = (noted.map(|noted| noted.step), num_steps);
         training.logs.check(output, steps, of)?;
-        self.check_gguf()?;
+        self.check_gguf(&settled.save)?;
         self.announce_start(&settled.train);
         self.spec.announce(&self.whole, ranks, &self.observers)
     }
 
     /// The GGUF file that is written at the end, if one is.
-    fn gguf_export(&self) -> Option<GgufExport> {
+    fn gguf_export(&self, save: &HfSave) -> Option<GgufExport> {
         let base = self.initial_weights.folder();
         let base = base.filter(|_| self.spec.lora.is_given());
-        self.spec.training.output.gguf_export(base)
+        let run = save.run.as_deref();
+        self.spec.training.output.gguf_export(base, run)
     }
 
     /// An error if it could not be, before hours of training.
-    fn check_gguf(&self) -> Result<()> {
-        let Some(export) = self.gguf_export() else {
+    fn check_gguf(&self, save: &HfSave) -> Result<()> {
+        let Some(export) = self.gguf_export(save) else {
             return Ok(());
         };
         let lines = export.check(&self.spec.config, &self.tokenizer)?;
@@ -235,7 +236,7 @@ impl TrainingRun<'_> {
     pub(crate) fn space_needs(&self, save: &HfSave) -> Result<Vec<SpaceNeed>> {
         let keeps_best = self.data.eval_samples.is_some();
         let mut needs = self.spec.space_needs(save, &self.whole, keeps_best)?;
-        if let Some(export) = self.gguf_export() {
+        if let Some(export) = self.gguf_export(save) {
             needs.push(export.space_need(&self.spec.config)?);
         }
         Ok(needs)
@@ -297,7 +298,7 @@ impl TrainingRun<'_> {
         }
         if claimed.is_some()
             && matches!(ended, Ok(End::Complete | End::WithoutCheckpoints(_)))
-            && let Some(export) = self.gguf_export()
+            && let Some(export) = self.gguf_export(&settled.save)
         {
             match export.run() {
                 Ok(lines) => {
@@ -464,7 +465,7 @@ impl TrainingRun<'_> {
                 }
                 trainer.save_hf(&to_save).map(|()| true)
             });
-        let batches = match self.fit(&mut trainer, mesh, position) {
+        let batches = match self.fit(&mut trainer, mesh, &name, position) {
             Ok(batches) => batches,
             Err(err) if trainer.has_diverged() => return Ok(End::Diverged(err)),
             Err(err) => {
@@ -536,7 +537,7 @@ impl TrainingRun<'_> {
     ) -> Result<Option<Vec<Log>>> {
         let open = || -> Result<Vec<Log>> {
             check_free_space(&self.space_needs(save)?)?;
-            let of = self.metrics_of(run, resumed_at.is_some());
+            let of = self.logs_of(run, resumed_at.is_some());
             self.spec
                 .training
                 .logs

@@ -1,14 +1,46 @@
-//! Flags that do nothing on these ranks and devices, and would on others: one file of flags starts a run on one device and on eight, so the
-//! run goes on, and says which they are.
+//! Flags that do nothing on these ranks and devices, or in so few steps, and would in other runs: one file of flags starts a run on one device
+//! and on eight, so the run goes on, and says which they are.
 
 use candle_comm::{Degrees, RunConfig};
 use candle_core::Device;
 use candle_ops::PackedWeight;
+use candle_trainer::{LrSchedule, counted};
 
 use crate::args::choices::{Choice, PackChoice};
 use crate::args::training::TrainingArgs;
 
 impl TrainingArgs {
+    /// What flags ask for after more steps than the run has, a line each.
+    pub(crate) fn never_reached(&self, schedule: &LrSchedule) -> Vec<String> {
+        let num_steps = schedule.num_steps;
+        let run = counted(num_steps, "step");
+        let (evaluation, checkpoints) = (&self.evaluation, &self.checkpoints);
+        let is_never = |every: &usize| *every > num_steps && num_steps > 0;
+        let mut lines = Vec::new();
+        // Steps of a batch ramp count as parts.
+        let is_longer = |warmup: &usize| *warmup as f64 > schedule.progress(num_steps);
+        let warmup = self.optimizer.warmup_steps.filter(is_longer);
+        if let Some(warmup) = warmup.filter(|_| num_steps > 0) {
+            lines.push(format!(
+                "the learning rate never gets to --lr {}: --warmup-steps {warmup} is more than the run's {run}, the last of which has {:.2e}",
+                schedule.lr,
+                schedule.at(num_steps - 1)
+            ));
+        }
+        if let Some(every) = evaluation.eval_every.filter(is_never) {
+            lines.push(format!(
+                "--eval-every {every} never comes in the run's {run}: there is one evaluation, after the last step"
+            ));
+        }
+        if let Some(every) = checkpoints.save_every.filter(is_never) {
+            lines.push(format!(
+                "--save-every {every} never comes in the run's {run}: there is no checkpoint but where the run is stopped{}",
+                if evaluation.has_data() { " or evaluated" } else { "" }
+            ));
+        }
+        lines
+    }
+
     /// The flags that do nothing in this run, each with the reason, if there are any: those that have another value than their default.
     pub(crate) fn without_effect(&self, run: &RunConfig) -> Option<String> {
         let Degrees { pp, dp, cp, .. } = self.layout.degrees();
@@ -109,5 +141,49 @@ impl TrainingArgs {
         let idle = idle.filter_map(|(_, flag, why)| Some(format!("{} ({why})", flag?)));
         let idle: Vec<String> = idle.collect();
         (!idle.is_empty()).then(|| format!("without effect here: {}", idle.join(", ")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_trainer::LrSchedule;
+
+    use super::TrainingArgs;
+
+    #[test]
+    fn what_comes_after_the_last_step_only_is_told() {
+        let mut training = TrainingArgs::default();
+        training.optimizer.warmup_steps = Some(100);
+        training.evaluation.eval_every = Some(13);
+        training.checkpoints.save_every = Some(50);
+        let said = |num_steps| {
+            let schedule = LrSchedule {
+                warmup_steps: 100,
+                ..LrSchedule::constant(0.5, num_steps)
+            };
+            training.never_reached(&schedule)
+        };
+        let lines = said(12);
+        assert_eq!(lines.len(), 3, "{lines:?}");
+        assert!(
+            lines[0].contains("--warmup-steps 100 is more than the run's 12 steps"),
+            "{lines:?}"
+        );
+        assert!(
+            lines[0].ends_with("the last of which has 6.00e-2"),
+            "{lines:?}"
+        );
+        assert!(
+            lines[1].starts_with("--eval-every 13 never comes in the run's 12 steps"),
+            "{lines:?}"
+        );
+        assert!(
+            lines[2].starts_with("--save-every 50 never comes"),
+            "{lines:?}"
+        );
+        assert_eq!(said(50).len(), 1);
+        assert_eq!(said(100), [""; 0]);
+        // A model that is saved as it is.
+        assert_eq!(said(0), [""; 0]);
     }
 }

@@ -14,6 +14,9 @@ use serde_json::Value;
 
 use crate::MetricsLine;
 
+/// Names of event files begin and end with these; between them are the time and the run.
+const PREFIX: &str = "events.out.tfevents.";
+const SUFFIX: &str = ".candle-train";
 /// The first record's `file_version`.
 const VERSION: &[u8] = b"brain.Event:2";
 /// `SessionLog.status` START: readers then forget what earlier files have of this step and later ones.
@@ -28,19 +31,20 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Opens a new file in the folder `dir`, creating that when it does not exist, for a run whose next step is `step`. What earlier
-    /// runs have written there about this step and later ones is not shown any more, and stays.
+    /// Opens a new file in the folder `dir`, creating that when it does not exist, for the run of this name, whose next step is `step`. What
+    /// is there already about this step and later ones is not shown any more, and stays: [`Self::run_of`] tells whose it is.
     ///
     /// # Errors
     /// The folder or the file cannot be made; another run is writing to the folder: the curves of two would be one.
-    pub fn create(dir: impl AsRef<Path>, step: usize) -> Result<Self> {
+    pub fn create(dir: impl AsRef<Path>, run: &str, step: usize) -> Result<Self> {
         let dir = dir.as_ref();
         let now = now();
         // Readers take the files of a folder in the order of their names.
         let name = format!(
-            "events.out.tfevents.{:010}.{:09}.candle-train",
+            "{PREFIX}{:010}.{:09}.{}{SUFFIX}",
             now.as_secs(),
-            now.subsec_nanos()
+            now.subsec_nanos(),
+            in_file_name(run)
         );
         let path = dir.join(name);
         std::fs::create_dir_all(dir).map_err(|err| cannot_write(dir, &err))?;
@@ -63,6 +67,32 @@ impl TensorBoard {
         events.append(&version)?;
         events.append(&begin)?;
         Ok(events)
+    }
+
+    /// The run whose curves the folder `dir` has, that of its newest event file; without a name if an earlier version or another program has
+    /// written that. `None` if there is none.
+    ///
+    /// # Errors
+    /// A folder that cannot be read.
+    pub fn run_of(dir: impl AsRef<Path>) -> Result<Option<String>> {
+        let dir = dir.as_ref();
+        if !dir.is_dir() {
+            return Ok(None);
+        }
+        let mut newest: Option<String> = None;
+        for entry in std::fs::read_dir(dir).map_err(|err| cannot_write(dir, &err))? {
+            let entry = entry.map_err(|err| cannot_write(dir, &err))?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            // As TensorBoard looks for them.
+            if name.contains("tfevents") {
+                newest = newest.max(Some(name));
+            }
+        }
+        let run = |name: String| {
+            let own = name.strip_prefix(PREFIX)?.strip_suffix(SUFFIX)?;
+            own.split('.').nth(2).map(str::to_string)
+        };
+        Ok(newest.map(|name| run(name).unwrap_or_default()))
     }
 
     /// Checks that this run can write to the folder `dir`, or make it, without changing anything.
@@ -109,6 +139,11 @@ impl TensorBoard {
             Err(err) => bail!("cannot write to {}: {err}", self.path.display()),
         }
     }
+}
+
+/// The name of a run, without what would have a meaning in that of a file.
+fn in_file_name(run: &str) -> String {
+    run.replace(|c: char| !c.is_ascii_alphanumeric(), "-")
 }
 
 /// What is locked of the folder `dir`: another file than that of --save-dir, which may be the same folder.

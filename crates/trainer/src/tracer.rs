@@ -4,7 +4,7 @@ mod clock;
 mod events;
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -25,6 +25,20 @@ const MAX_SPANS: usize = 2_000_000;
 /// With which every trace begins.
 const BEGINNING: &str = r#"{"otherData":{"candle_train_trace":1"#;
 
+/// The first line of a trace.
+#[derive(Deserialize)]
+struct Head {
+    #[serde(rename = "otherData")]
+    about: About,
+}
+
+#[derive(Deserialize)]
+struct About {
+    /// Earlier versions wrote none.
+    #[serde(default)]
+    run: String,
+}
+
 /// Records what all ranks do in some steps of a run, and writes it to one file of
 /// [trace events](https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), which Perfetto and
 /// `candle-train timeline` show.
@@ -36,6 +50,9 @@ const BEGINNING: &str = r#"{"otherData":{"candle_train_trace":1"#;
 /// The ranks' events come together when the last of the steps is done: a run that is killed before has no trace.
 pub struct Tracer {
     path: PathBuf,
+    run: String,
+    /// The run whose trace is replaced.
+    replaced: Option<String>,
     steps: Range<usize>,
     mesh: Mesh,
     /// When the recording began, while it goes on.
@@ -56,33 +73,47 @@ impl Tracer {
     /// # Errors
     /// A folder that cannot be written to, and a file that is no earlier trace: it is not overwritten.
     pub fn check(path: &Path) -> Result<()> {
-        let fail = |err: std::io::Error| {
-            Error::msg(format!(
-                "cannot write the trace {}: {err}\nhint: its folder must exist and be writable",
-                path.display()
-            ))
-        };
-        check_folder_of(path).map_err(fail)?;
-        if path.exists() {
-            let mut beginning = Vec::new();
-            let file = File::open(path).map_err(fail)?;
-            let len = BEGINNING.len() as u64;
-            file.take(len).read_to_end(&mut beginning).map_err(fail)?;
-            if !beginning.is_empty() && beginning != BEGINNING.as_bytes() {
-                bail!(
-                    "{} is no trace of an earlier run, and is not overwritten\nhint: choose another file for the trace",
-                    path.display()
-                );
-            }
-        }
-        Ok(())
+        check_folder_of(path).map_err(|err| cannot_write(path, &err))?;
+        Self::run_of(path).map(drop)
     }
 
-    /// Records `steps`, counted from 0, of a run whose next step is `next_step`, on the calling thread. Every rank must make one, between steps; rank 0 writes the file.
-    pub fn new(path: &Path, steps: Range<usize>, mesh: &Mesh, next_step: usize) -> Self {
+    /// The run whose trace `path` has; without a name if an earlier version has written it. `None` if nothing is there.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or is no trace.
+    pub fn run_of(path: &Path) -> Result<Option<String>> {
+        // A pipe or a device holds nothing.
+        if !path.is_file() && !path.is_dir() {
+            return Ok(None);
+        }
+        let mut line = Vec::new();
+        let read = File::open(path)
+            .and_then(|file| BufReader::new(file.take(1 << 16)).read_until(b'\n', &mut line));
+        read.map_err(|err| cannot_write(path, &err))?;
+        if line.is_empty() {
+            return Ok(None);
+        }
+        if !line.starts_with(BEGINNING.as_bytes()) {
+            bail!(
+                "{} is no trace of an earlier run, and is not overwritten\nhint: choose another file for the trace",
+                path.display()
+            );
+        }
+        // The line ends within an object.
+        let line = String::from_utf8_lossy(&line);
+        let about = line.trim_end().trim_end_matches(',');
+        let head: Option<Head> = serde_json::from_str(&format!("{about}}}")).ok();
+        Ok(Some(head.map_or(String::new(), |head| head.about.run)))
+    }
+
+    /// Records `steps`, counted from 0, of the run of this name, whose next step is `next_step`, on the calling thread. Every rank must make
+    /// one, between steps; rank 0 writes the file.
+    pub fn new(path: &Path, run: &str, steps: Range<usize>, mesh: &Mesh, next_step: usize) -> Self {
         clock::begin();
         let mut tracer = Self {
             path: path.to_path_buf(),
+            run: run.to_string(),
+            replaced: Self::run_of(path).unwrap_or_default(),
             steps,
             mesh: mesh.clone(),
             since: None,
@@ -160,17 +191,27 @@ impl Tracer {
         }))
     }
 
+    /// An error if a file has come since the beginning that is not this run's.
+    fn check_unchanged(&self) -> Result<()> {
+        match Self::run_of(&self.path)? {
+            Some(run) if run != self.run && self.replaced.as_ref() != Some(&run) => {
+                bail!("another run, {run}, has written its trace there meanwhile")
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Writes the file, from what the other ranks send. They are heard to the end, however the writing goes.
     fn write(&self, events: &str, parts: &[Part]) -> Result<Result<()>> {
         let error = parts.iter().map(|part| part.clock_error).max();
         let error = error.unwrap_or(0) as f64 / 1e3;
         let version = env!("CARGO_PKG_VERSION");
+        let run = serde_json::to_string(&self.run).map_err(Error::wrap)?;
         let head = format!(
-            "{BEGINNING},\"version\":\"{version}\",\"num_ranks\":{},\"clock_error_us\":{error}}},\n\"traceEvents\":[\n{events}",
+            "{BEGINNING},\"version\":\"{version}\",\"run\":{run},\"num_ranks\":{},\"clock_error_us\":{error}}},\n\"traceEvents\":[\n{events}",
             parts.len()
         );
-        // A file may have come there since the beginning.
-        let opened = Self::check(&self.path);
+        let opened = self.check_unchanged();
         let opened = opened.and_then(|()| WholeFile::create(&self.path).map_err(Error::wrap));
         let mut file = opened.and_then(|mut file| {
             file.write_all(head.as_bytes()).map_err(Error::wrap)?;
@@ -189,6 +230,13 @@ impl Tracer {
             file.commit().map_err(Error::wrap)
         }))
     }
+}
+
+fn cannot_write(path: &Path, err: &std::io::Error) -> Error {
+    Error::msg(format!(
+        "cannot write the trace {}: {err}\nhint: its folder must exist and be writable",
+        path.display()
+    ))
 }
 
 impl Drop for Tracer {

@@ -6,15 +6,15 @@ use std::path::{Path, PathBuf};
 use candle_core::Result;
 use candle_launch::RankEnv;
 use candle_train_run::{
-    Idle, Layer, find, in_words, leave_out, numbers_may_be_negative, print_for_all, print_message,
-    read_table, words_of_layers,
+    Idle, Layer, check_printed, find, in_words, keep_printed, leave_out, numbers_may_be_negative,
+    print_error, print_for_all, print_message, read_table, words_of_layers,
 };
 use clap::builder::StyledStr;
-use clap::error::{ContextKind, ContextValue};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, CommandFactory, FromArgMatches};
 use toml::Table;
 
-use crate::arguments::flags_of_others::tip;
+use crate::arguments::flags_of_others::{tip, tip_of_command, tip_of_word};
 use crate::arguments::spellings::{Spelled, as_spelled_here, meant};
 
 /// Columns of a line of help, where the terminal has more or there is none.
@@ -143,19 +143,28 @@ fn value_of(flag: &str, words: &[OsString]) -> Option<OsString> {
     None
 }
 
-/// The error with what a flag of another program is here, in place of the flag that is spelled nearly so.
+/// The error with what a flag or a subcommand of another program is here, in place of one that is spelled nearly so.
 fn with_tip(mut err: clap::Error, whole: &Command, words: &[OsString]) -> clap::Error {
-    if err.kind() != clap::error::ErrorKind::UnknownArgument {
-        return err;
-    }
-    let Some(ContextValue::String(unknown)) = err.get(ContextKind::InvalidArg) else {
+    let kind = match err.kind() {
+        ErrorKind::UnknownArgument => ContextKind::InvalidArg,
+        ErrorKind::InvalidSubcommand => ContextKind::InvalidSubcommand,
+        _ => return err,
+    };
+    let Some(ContextValue::String(unknown)) = err.get(kind) else {
         return err;
     };
-    let name = unknown.trim_start_matches("--");
-    let name = name.split('=').next().unwrap_or_default();
-    if let Some(tip) = tip(meant(whole, words).0, name) {
+    let command = meant(whole, words).0;
+    let tip = match unknown.strip_prefix("--") {
+        Some(flag) => tip(command, flag.split('=').next().unwrap_or_default()).map(str::to_string),
+        None if kind == ContextKind::InvalidSubcommand => {
+            tip_of_command(unknown).map(str::to_string)
+        }
+        None => tip_of_word(command, unknown),
+    };
+    if let Some(tip) = tip {
         // The usage would have the flag that is spelled nearly so.
         err.remove(ContextKind::SuggestedArg);
+        err.remove(ContextKind::SuggestedSubcommand);
         err.remove(ContextKind::Usage);
         let tips = vec![StyledStr::from(tip)];
         err.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));
@@ -174,7 +183,16 @@ fn is_training(command: &Command) -> bool {
 fn exit_with_usage(err: &clap::Error, is_training: bool) -> ! {
     let is_one_of_several = RankEnv::from_env().is_ok_and(|env| env.world_size() > 1);
     if !(err.use_stderr() && is_training && is_one_of_several) {
-        err.exit()
+        if err.use_stderr() {
+            err.exit()
+        }
+        // Help, or the version.
+        keep_printed(err.print());
+        if let Err(lost) = check_printed() {
+            print_error(&lost);
+            std::process::exit(1)
+        }
+        std::process::exit(err.exit_code())
     }
     let message = err.render().to_string();
     let message = message.strip_prefix("error: ").unwrap_or(&message);

@@ -1,16 +1,69 @@
 //! What people type who know another program, and what it is here.
 
+use std::path::Path;
 use std::sync::LazyLock;
 
-use clap::Command;
-use regex::Regex;
-
 use candle_train_run::find;
+use clap::{Arg, Command};
+use regex::Regex;
 
 /// The flags most typed for transformers' Trainer, TRL, LLaMA-Factory, axolotl, torchtune, unsloth, DeepSpeed and Megatron-LM, which
 /// have another name here or do not exist, and one that this program had: in each line names that mean the same, and what a tip says of them.
 /// Flags of the same name, and aliases, are not among them.
 const TABLE: &str = include_str!("flags_of_others.txt");
+
+/// Subcommands of other programs, and what they are here.
+const COMMANDS: [(&str, &str); 8] = [
+    (
+        "eval evaluate test validate",
+        "candle-train finetune --steps 0 --eval-data FILE --output DIR tells the loss of a model on a file",
+    ),
+    (
+        "serve server api webui ui deploy vllm",
+        "there is no server here: candle-train export writes a GGUF file for llama.cpp's llama-server and Ollama, and candle-train chat \
+         answers in a terminal",
+    ),
+    (
+        "convert quantize gguf",
+        "candle-train export writes a model as a GGUF file or with other types",
+    ),
+    (
+        "predict infer inference sample complete run",
+        "candle-train generate writes texts",
+    ),
+    (
+        "lora qlora peft",
+        "candle-train finetune --lora-rank 16 trains adapters",
+    ),
+    ("pt", "candle-train finetune trains on plain text, too"),
+    ("fuse", "candle-train merge folds an adapter into its model"),
+    (
+        "dpo kto orpo ppo grpo rm reward",
+        "there is no DPO, KTO, PPO or reward model here, only candle-train finetune",
+    ),
+];
+
+/// What the subcommand of another program is here, if it is known.
+pub(crate) fn tip_of_command(name: &str) -> Option<&'static str> {
+    let name = name.to_ascii_lowercase();
+    let mut commands = COMMANDS.iter();
+    let (_, tip) = commands.find(|(names, _)| names.split(' ').any(|other| other == name))?;
+    Some(tip)
+}
+
+/// What a word that no command takes is for: a model or data without its flag.
+pub(crate) fn tip_of_word(command: &Command, word: &str) -> Option<String> {
+    // A model is a folder, or on the hub.
+    let is_data = Path::new(word).is_file();
+    let is_required = |name: &str| find(command, name).is_some_and(Arg::is_required_set);
+    let flag = match command.get_name() {
+        _ if word.starts_with('-') => return None,
+        _ if is_data && find(command, "data").is_some() => "data",
+        _ if is_required("adapter") => "adapter",
+        _ => "model",
+    };
+    find(command, flag).map(|_| format!("a name without a flag is nothing here: --{flag} {word}"))
+}
 
 /// The names of each line, and its tip.
 fn table() -> impl Iterator<Item = (std::str::SplitWhitespace<'static>, &'static str)> {
@@ -74,6 +127,32 @@ mod tests {
         }
         // One of a sequence, one of an answer.
         assert_eq!(twice, ["max-length"]);
+    }
+
+    #[test]
+    fn commands_and_words_of_others_are_answered() {
+        let command = command();
+        for (names, tip) in COMMANDS {
+            for name in names.split(' ') {
+                assert!(command.find_subcommand(name).is_none(), "{name}");
+                assert_eq!(tip_of_command(name), Some(tip));
+            }
+            let named = tip.split("candle-train ").skip(1);
+            let named = named.filter_map(|tip| tip.split(' ').next());
+            for name in named.filter(|name| *name != "chat") {
+                assert!(command.find_subcommand(name).is_some(), "{name}");
+            }
+        }
+        assert_eq!(tip_of_command("no-such-command"), None);
+        let tip = |name: &str, word: &str| {
+            let command = command.find_subcommand(name).unwrap();
+            tip_of_word(command, word).unwrap_or_default()
+        };
+        assert!(tip("finetune", "org/name").ends_with("--model org/name"));
+        assert!(tip("generate", "my-model").ends_with("--model my-model"));
+        assert!(tip("preview", "Cargo.toml").ends_with("--data Cargo.toml"));
+        assert!(tip("merge", "adapter").ends_with("--adapter adapter"));
+        assert_eq!(tip("finetune", "--what"), "");
     }
 
     #[test]

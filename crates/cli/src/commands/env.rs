@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use candle_launch::RankEnv;
-use candle_train_run::print_line;
+use candle_train_run::{exit_with, print_line};
 
 /// Prints what the variables of the launcher say.
 pub(crate) fn print_env() -> ExitCode {
@@ -19,5 +19,5 @@ pub(crate) fn print_env() -> ExitCode {
         Err(_) if env.world_size() == 1 => env.to_string(),
         Err(error) => format!("{env}\n{error}"),
     });
-    ExitCode::SUCCESS
+    exit_with(Ok(()))
 }

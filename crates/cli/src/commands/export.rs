@@ -99,6 +99,7 @@ impl Export {
             adapter_only: self.adapter_only,
             modelfile: self.modelfile,
             overwrite: self.overwrite,
+            run: None,
         };
         export.run()?.iter().for_each(|line| print_line(line));
         print_line(&export.in_words());

@@ -368,6 +368,7 @@ impl Generate {
             pipeline: Pipeline::new(Schedule::GPipe, &mesh),
             sampler: Sampler::new(model.sampling.clone())?,
             has_told: false,
+            has_told_length: false,
             model,
             mesh,
         })

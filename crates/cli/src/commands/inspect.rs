@@ -188,6 +188,15 @@ impl Inspect {
             print_line(&format!("{name}: set aside: {state}"));
         }
         match num_damaged {
+            0 if num_files == 0 => {
+                if self.verify {
+                    print_line(&format!(
+                        "nothing was verified: {} has no checkpoint to go on from but those that were set aside",
+                        self.checkpoint.display()
+                    ));
+                }
+                Ok(())
+            }
             0 => {
                 self.print_verified(&counted(num_files, "file"), bytes);
                 Ok(())

@@ -86,6 +86,8 @@ impl ScheduleCommand {
         let simulation = plan.simulate(&times)?;
         if let Some(output) = &self.output {
             draw_schedule(&plan, &simulation, &name, output)?;
+            // Beside what stdout has, which may be a file's.
+            eprintln!("wrote {}", output.display());
         }
         match self.csv {
             true => print_line(plan.to_csv().trim_end()),

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Once;
 
 use candle_core::{Error, Result, bail};
+use candle_train_run::print_line;
 use candle_trainer::WholeFile;
 use plotters::coord::Shift;
 
@@ -78,6 +79,16 @@ pub(crate) trait Drawing {
         let drawn = drawn.and_then(|()| area.present());
         drawn.map_err(|err| Error::msg(format!("cannot draw {}: {err}", output.display())))
     }
+}
+
+/// Writes a picture as [`Drawing::write`] does, and says on stdout where it is.
+///
+/// # Errors
+/// As [`Drawing::write`].
+pub(crate) fn write_picture(drawing: &impl Drawing, output: &Path) -> Result<()> {
+    drawing.write(output)?;
+    print_line(&format!("wrote {}", output.display()));
+    Ok(())
 }
 
 /// The means of squares of `scale` x `scale` colours in rows of `width`.

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use candle_core::{Result, bail};
 
-use crate::pictures::picture::Drawing;
+use crate::pictures::picture::write_picture;
 use axis::Scale;
 use chart::{Chart, FEW_POINTS, Line};
 use curve::{Curve, MetricsFile};
@@ -48,7 +48,7 @@ pub(crate) struct PlotArgs {
 }
 
 impl PlotArgs {
-    /// Draws the picture.
+    /// Draws the picture, and says so.
     ///
     /// # Errors
     /// Files that hold no metrics, or not these; numbers of different units, or none that have a logarithm; a picture of another kind, or
@@ -74,7 +74,7 @@ impl PlotArgs {
             scale: if self.log { Scale::Log } else { Scale::Linear },
             lines: self.lines(&files, &quantities, &curves)?,
         };
-        chart.write(&self.output)
+        write_picture(&chart, &self.output)
     }
 
     /// The names of numbers, each once.

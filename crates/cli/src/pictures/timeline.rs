@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use candle_core::Result;
 use candle_parallel::{Instruction, Plan, Simulation};
 
-use crate::pictures::picture::Drawing;
+use crate::pictures::picture::{Drawing, write_picture};
 use candle_train_run::comma_list;
 use chart::Chart;
 use style::Category;
@@ -31,14 +31,14 @@ pub(crate) struct TimelineArgs {
 }
 
 impl TimelineArgs {
-    /// Draws the picture.
+    /// Draws the picture, and says so.
     ///
     /// # Errors
     /// A file that is no trace, or has not this step; a picture of another kind, or that cannot be written.
     pub fn run(&self) -> Result<()> {
         let trace = TraceFile::read(&self.trace)?;
         let step = trace.step(self.step)?;
-        Chart::of_step(&trace, step).write(&self.output)
+        write_picture(&Chart::of_step(&trace, step), &self.output)
     }
 }
 

@@ -5,7 +5,8 @@ use std::path::Path;
 use std::process::Command;
 
 use super::folder::{names, read_checkpoint};
-use super::workspace::Workspace;
+use super::program::Program;
+use super::workspace::{Workspace, candle_train};
 
 /// What the system says to a write beyond the limit of [`Program::with_limited_files`](super::program::Program).
 const TOO_LARGE: &str = "File too large";
@@ -106,6 +107,74 @@ fn a_disk_that_is_too_small_is_found_before_the_first_step_and_not_tried_again()
         assert!(!outcome.stderr.contains("; restart "), "{}", outcome.stderr);
     }
     workspace.assert_output_is_untouched();
+}
+
+/// The program with stdout on a full disk; `None` where the system has none.
+fn with_full_stdout(program: &Program) -> Option<Program> {
+    if !Path::new("/dev/full").exists() {
+        println!("skipped: this system has no /dev/full");
+        return None;
+    }
+    let words = ["sh", "-c", "exec \"$@\" >/dev/full", "sh"];
+    Some(program.clone().under(words.map(String::from).to_vec()))
+}
+
+#[test]
+fn what_stdout_has_no_room_for_is_an_error_and_a_reader_that_has_gone_is_none() {
+    let workspace = Workspace::new();
+    let told = workspace.finetune().switch("--dry-run").switch("--json");
+    for program in [
+        candle_train("inspect").argument(workspace.path("model").display()),
+        candle_train("schedule").switch("--csv"),
+        candle_train("env"),
+        candle_train("plot").switch("--help"),
+        candle_train("generate")
+            .flag("--model", workspace.path("model").display())
+            .flag("--prompt", "The"),
+        candle_train("launch")
+            .argument("--dry-run")
+            .argument("--nproc-per-node=1")
+            .argument("true"),
+        told,
+    ] {
+        let Some(full) = with_full_stdout(&program) else {
+            return;
+        };
+        let outcome = full.run();
+        assert!(
+            matches!(outcome.code, Some(1 | 2)),
+            "{:?}: {}",
+            outcome.code,
+            outcome.stderr
+        );
+        let said = "cannot write to stdout: No space left";
+        assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
+        let outcome = program.without_reader().run();
+        assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+        assert!(!outcome.stderr.contains("error"), "{}", outcome.stderr);
+    }
+    // What was trained is there all the same.
+    if let Some(full) = with_full_stdout(&workspace.finetune()) {
+        let outcome = full.run();
+        assert_eq!(outcome.code, Some(1), "{}", outcome.stderr);
+        let said = "error: cannot write to stdout: No space left";
+        assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
+        assert!(workspace.output().join("candle_train.toml").exists());
+    }
+}
+
+#[test]
+fn a_launcher_tells_that_lines_of_its_ranks_were_lost() {
+    let program = candle_train("launch").argument("--nproc-per-node=1");
+    let program = program.argument("echo").argument("hello");
+    let Some(full) = with_full_stdout(&program) else {
+        return;
+    };
+    let outcome = full.run();
+    assert_eq!(outcome.code, Some(1), "{}", outcome.stderr);
+    let said = "cannot write to stdout: No space left";
+    assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
+    assert_eq!(program.without_reader().run().code, Some(0));
 }
 
 #[test]

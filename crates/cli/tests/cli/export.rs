@@ -195,13 +195,19 @@ fn inspect_tells_what_is_there_and_what_is_damaged() {
         .filter(|line| line.ends_with("DAMAGED"));
     assert_eq!(marked.count(), 1, "{}", damaged.stdout);
     folder.succeeds();
-    let list = folder.switch("--verify").run();
+    let list = folder.clone().switch("--verify").run();
     list.assert_error(&["1 of 3 checkpoints in"]);
     assert!(
         list.stdout.contains("step-000002: NOT VALID: "),
         "{}",
         list.stdout
     );
+    for step in ["step-000001", "step-000002", "step-000003"] {
+        fs::rename(saves.join(step), saves.join(format!("{step}.failed"))).unwrap();
+    }
+    let none = folder.clone().switch("--verify").succeeds().stdout;
+    let line = none.lines().last().unwrap();
+    assert!(line.starts_with("nothing was verified: "), "{none}");
     fs::create_dir(workspace.path("empty")).unwrap();
     fs::create_dir(workspace.path("step-000009")).unwrap();
     for (argument, part) in [

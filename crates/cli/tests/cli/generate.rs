@@ -38,6 +38,48 @@ fn a_text_goes_on_the_same_way_on_any_number_of_ranks() {
     assert_eq!(text(generate(&workspace).flag("--temperature", 0)), greedy);
 }
 
+#[test]
+fn a_text_ends_with_an_error_at_the_models_positions_or_a_line_says_why_it_goes_on() {
+    let workspace = Workspace::new();
+    workspace.edit_config(|config| config["max_position_embeddings"] = 8.into());
+    let program = |tokens: usize| {
+        let program = generate(&workspace).flag("--prompt", "The Queen");
+        program.flag("--max-new-tokens", tokens)
+    };
+    let refused = |program: Program, parts: &[&str]| {
+        let outcome = program.run();
+        assert_eq!(outcome.code, Some(1), "{}", outcome.stderr);
+        for part in parts {
+            assert!(outcome.stderr.contains(part), "{}", outcome.stderr);
+        }
+        outcome
+    };
+    let parts = ["has reached the model's 8 positions", "--max-new-tokens "];
+    let long = refused(program(30), &parts);
+    // What there was room for has been written, and is what a shorter text has.
+    let room = long.stderr.split("--max-new-tokens ").nth(1).unwrap();
+    let room: usize = room.trim().parse().unwrap();
+    assert_eq!(program(room).succeeds().stdout, long.stdout);
+    let prompt = program(1).flag("--prompt", "The Queen of Hearts made some tarts");
+    refused(prompt, &["error: the prompt has ", "takes 8 at most"]);
+    workspace.edit_config(|config| {
+        config["rope_scaling"] = serde_json::json!({"rope_type": "dynamic", "factor": 2.0});
+    });
+    let outcome = program(30).succeeds();
+    let line = "longer than the model's 8 positions: from here on rope_type dynamic";
+    assert_eq!(
+        outcome.stderr.matches(line).count(),
+        1,
+        "{}",
+        outcome.stderr
+    );
+    assert!(
+        outcome.stdout.len() > long.stdout.len(),
+        "{}",
+        outcome.stdout
+    );
+}
+
 /// Weights in another form are others, which a long text of unlikely tokens shows.
 #[test]
 fn weights_are_held_in_the_form_that_is_asked_for() {

@@ -121,7 +121,12 @@ fn a_run_writes_a_file_at_its_end() {
     let again = workspace.path("again.gguf");
     export(&output, &again).flag("--type", "q8_0").succeeds();
     assert_near(&file, &again, 0.0);
-    // What exists is not lost, and not found out after hours.
+    // The same command replaces what it made, as it does the model.
+    let before = fs::read(&file).unwrap();
+    run.succeeds();
+    assert!(fs::read(&file).unwrap() == before);
+    // What is not its own is not lost, and that is not found out after hours.
+    fs::copy(&again, &file).unwrap();
     let before = fs::read(&file).unwrap();
     let parts = [
         "trained-q8_0.gguf exists already",

@@ -161,7 +161,7 @@ fn a_file_that_lacks_steps_is_told_and_one_that_cannot_be_read_ends_the_run_befo
 fn a_folder_of_curves_that_another_run_writes_is_refused_before_any_step() {
     let workspace = Workspace::new();
     let curves = workspace.path("curves");
-    let other = TensorBoard::create(&curves, 0).unwrap();
+    let other = TensorBoard::create(&curves, "other", 0).unwrap();
     // Checkpoints may be in the same folder.
     let program = saving(run(&workspace, "first"), &workspace, "curves");
     let program = program.flag("--tensorboard", curves.display());
@@ -170,7 +170,14 @@ fn a_folder_of_curves_that_another_run_writes_is_refused_before_any_step() {
     outcome.assert_error(&["TensorBoard", "another run is writing to it", &process]);
     assert_eq!(outcome.code, Some(2));
     drop(other);
-    program.succeeds();
+    // Nor those of one that is over, unless that is asked for.
+    let refused = program.run();
+    refused.assert_error(&[
+        "the TensorBoard folder",
+        "is of another run, other",
+        "--overwrite",
+    ]);
+    program.switch("--overwrite").succeeds();
     // The event files of both, the checkpoint, and no lock.
     assert_eq!(names(&curves).len(), 3);
 }

@@ -35,6 +35,8 @@ fn drawn(dir: &TempDir, args: &[&str], picture: &str) -> PathBuf {
     let output = plot(dir, &[args, &["-o", picture]].concat());
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success() && said.is_empty(), "{said}");
+    let told = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(told, format!("wrote {picture}\n"));
     dir.path().join(picture)
 }
 

@@ -256,11 +256,10 @@ fn a_schedule_that_was_written_is_read_checked_and_drawn() {
     fs::write(&file, &csv).unwrap();
     let check = candle_train("schedule").flag("--check", file.display());
     let picture = workspace.path("mine.svg");
-    let out = check
-        .clone()
-        .flag("-o", picture.display())
-        .succeeds()
-        .stdout;
+    let outcome = check.clone().flag("-o", picture.display()).succeeds();
+    let wrote = format!("wrote {}\n", picture.display());
+    assert!(outcome.stderr.contains(&wrote), "{}", outcome.stderr);
+    let out = outcome.stdout;
     let table = schedule.succeeds().stdout;
     let rows = |text: &str| text.lines().skip(1).map(str::to_string).collect::<Vec<_>>();
     assert_eq!(rows(&out), rows(&table));

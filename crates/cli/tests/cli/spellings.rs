@@ -191,6 +191,31 @@ fn flags_of_others_are_answered_with_those_of_here() {
     generate
         .run()
         .assert_error(&["tip: this is --max-new-tokens here"]);
+    // What is not done here is not done in another way either.
+    for (flag, value, tip) in [
+        (
+            "--train_on_inputs",
+            "false",
+            "false is what is done without it",
+        ),
+        ("--stage", "dpo", "there is no dpo"),
+    ] {
+        let run = workspace.finetune().flag(flag, value);
+        workspace.refuses(&run, &["tip: ", tip]);
+    }
+    for (program, tip) in [
+        (candle_train("eval"), "finetune --steps 0 --eval-data FILE"),
+        (
+            candle_train("serve"),
+            "candle-train export writes a GGUF file",
+        ),
+        (
+            candle_train("generate").argument("my-model"),
+            "--model my-model",
+        ),
+    ] {
+        program.run().assert_error(&["tip: ", tip]);
+    }
 }
 
 #[test]

@@ -50,6 +50,7 @@ fn svg(dir: &TempDir, args: &[&str]) -> String {
     let output = timeline(dir, &args);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success() && said.is_empty(), "{said}");
+    assert_eq!(output.stdout, b"wrote step.svg\n");
     fs::read_to_string(dir.path().join("step.svg")).unwrap()
 }
 

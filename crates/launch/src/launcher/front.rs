@@ -10,7 +10,7 @@ mod restarts;
 mod run;
 mod verdict;
 
-use std::io::{Write, stderr, stdout};
+use std::io::{ErrorKind, Write, stderr, stdout};
 use std::net::TcpStream;
 use std::path::Path;
 use std::process::{ExitCode, Stdio};
@@ -61,6 +61,10 @@ pub fn launch(config: &LaunchConfig) -> ExitCode {
     if let Some(sentence) = outcome.sentence {
         say(&sentence);
     }
+    if let (0, Some(error)) = (outcome.exit_code, labelled_output::lost()) {
+        say(&format!("cannot write to stdout: {error}"));
+        return ExitCode::FAILURE;
+    }
     ExitCode::from(outcome.exit_code)
 }
 
@@ -79,8 +83,12 @@ fn try_launch(config: &LaunchConfig) -> Result<Outcome> {
         program::find(&plan.program, Path::new(&plan.folder))?;
     }
     if config.dry_run {
-        let _ = dry_run::print(&layout, &mut stdout());
-        return Ok(Outcome::last(0, None));
+        return match dry_run::print(&layout, &mut stdout()) {
+            Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+                Err(Error::Launch(format!("cannot write to stdout: {error}")))
+            }
+            _ => Ok(Outcome::last(0, None)),
+        };
     }
     if let Some(place) = place.as_ref().filter(|place| place.listener.is_none()) {
         return member::serve(config, &place.front, &place.secret);

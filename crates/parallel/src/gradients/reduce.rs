@@ -528,13 +528,10 @@ impl Gradients {
         if mesh.replicas.rank() == 0 && mesh.tp.rank() == 0 {
             let known = self.totals.occupation;
             let [busy, whole] = known.map_or([f64::NAN, 0.0], |known| [known.busy, known.whole]);
-            let peak = self
-                .params
-                .meter()
-                .report()
-                .of(MemoryCategory::Activations)
-                .peak;
-            all[pp.rank()] = [busy, whole, peak as f64];
+            let memory = self.params.meter().report();
+            let activations = memory.measured(MemoryCategory::Activations);
+            let peak = activations.map_or(f64::NAN, |activations| activations.peak as f64);
+            all[pp.rank()] = [busy, whole, peak];
         }
         all
     }
@@ -691,7 +688,7 @@ fn pipeline_ranks(numbers: &[f64]) -> Vec<PipelineRank> {
     let longest = longest.fold(0.0, f64::max);
     let of_rank = |[busy, _, peak]: &[f64; NUM_OF_RANK]| PipelineRank {
         idle_share: (longest > 0.0 && !busy.is_nan()).then(|| (1.0 - busy / longest).max(0.0)),
-        peak_activations_bytes: *peak as u64,
+        peak_activations_bytes: (!peak.is_nan()).then_some(*peak as u64),
     };
     of_ranks.iter().map(of_rank).collect()
 }

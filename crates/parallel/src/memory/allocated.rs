@@ -12,10 +12,15 @@ static COUNT: OnceLock<fn() -> i64> = OnceLock::new();
 /// The first call counts.
 ///
 /// candle says nothing of its allocations, and a library must not choose an allocator. So a program whose own one counts tells it
-/// here; of one that does not, [`MemoryCategory::Activations`](crate::MemoryCategory::Activations) are 0 on the CPU. On a GPU its
-/// driver counts.
+/// here; of one that does not, [`MemoryCategory::Activations`](crate::MemoryCategory::Activations) are not measured on the CPU
+/// ([`MemoryReport::measured`](crate::MemoryReport::measured)). On a GPU its driver counts.
 pub fn count_memory_with(bytes: fn() -> i64) {
     COUNT.get_or_init(|| bytes);
+}
+
+/// Whether this program counts, so that a rank without passes, such as a parameter server, is known to hold no activations.
+pub(super) fn is_counted() -> bool {
+    COUNT.get().is_some()
 }
 
 /// Bytes of the calling rank, or of all tensors on its GPU; `None` if nobody counts them.

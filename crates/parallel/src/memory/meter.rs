@@ -1,11 +1,11 @@
 //! Counters of the bytes that a rank holds, now and at their peak.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 
 use candle_core::{Device, Result};
 
-use super::allocated::allocated_bytes;
+use super::allocated::{allocated_bytes, is_counted};
 use super::category::MemoryCategory;
 use super::report::{MemoryReport, MemoryUse};
 
@@ -22,6 +22,8 @@ struct Counters {
     before_passes: AtomicI64,
     /// The most activations since then.
     peak_of_passes: AtomicU64,
+    /// Whether activations of passes were measured, by whom it may be.
+    are_passes_measured: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -64,6 +66,7 @@ impl MemoryMeter {
                 peak: counter.peak.load(Ordering::Relaxed),
             }
         })
+        .with_activations(is_counted() || self.0.are_passes_measured.load(Ordering::Relaxed))
     }
 
     fn counter(&self, category: MemoryCategory) -> &Counter {
@@ -75,6 +78,7 @@ impl MemoryMeter {
         if let Some(bytes) = self.allocated_and_not_held(device)? {
             self.0.before_passes.store(bytes, Ordering::Relaxed);
             self.0.peak_of_passes.store(0, Ordering::Relaxed);
+            self.0.are_passes_measured.store(true, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -143,9 +147,16 @@ mod tests {
         count_memory_with(|| ALLOCATED.get());
         let (meter, device) = (MemoryMeter::default(), Device::Cpu);
         let activations = || meter.report().of(MemoryCategory::Activations);
+        let is_measured = || {
+            meter
+                .report()
+                .measured(MemoryCategory::Activations)
+                .is_some()
+        };
         let staged = meter.hold(MemoryCategory::Buffers, 200);
         meter.begin_passes(&device)?;
         // An output, weights that were gathered for it, a buffer that stays, and one that goes.
+        assert!(is_measured());
         allocate(100 + 30 + 7 - 200);
         drop(staged);
         let gathered = meter.hold(MemoryCategory::Gathered, 30);

@@ -17,23 +17,45 @@ pub struct MemoryUse {
     pub peak: u64,
 }
 
-/// The bytes that a rank holds, now and at their peak, by category. Files have two fields of each: `weights_bytes` and
+/// The bytes that a rank holds, now and at their peak, by category. Files have two fields of each that is measured: `weights_bytes` and
 /// `weights_peak_bytes`, and so on with the names of [`MemoryCategory`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "Fields", try_from = "Fields")]
-pub struct MemoryReport([MemoryUse; MemoryCategory::ALL.len()]);
+pub struct MemoryReport {
+    of: [MemoryUse; MemoryCategory::ALL.len()],
+    /// Whether nobody has measured activations.
+    lacks_activations: bool,
+}
 
 type Fields = BTreeMap<String, u64>;
 
 impl MemoryReport {
     /// A report of what `of` tells of each category.
     pub(crate) fn new(of: impl Fn(MemoryCategory) -> MemoryUse) -> Self {
-        Self(MemoryCategory::ALL.map(of))
+        Self {
+            of: MemoryCategory::ALL.map(of),
+            lacks_activations: false,
+        }
     }
 
-    /// The bytes of a category.
+    /// The same where activations are measured only if `is_measured`.
+    pub(crate) fn with_activations(self, is_measured: bool) -> Self {
+        Self {
+            lacks_activations: !is_measured,
+            ..self
+        }
+    }
+
+    /// The bytes of a category, 0 of activations that nobody has measured.
     pub fn of(&self, category: MemoryCategory) -> MemoryUse {
-        self.0[category as usize]
+        self.of[category as usize]
+    }
+
+    /// The bytes of a category, if they are measured, as activations are not in every program: see
+    /// [`count_memory_with`](crate::count_memory_with).
+    pub fn measured(&self, category: MemoryCategory) -> Option<MemoryUse> {
+        let is_missing = category == MemoryCategory::Activations && self.lacks_activations;
+        (!is_missing).then(|| self.of(category))
     }
 
     /// What `bytes` tells of all categories that are memory of the device, together.
@@ -45,17 +67,19 @@ impl MemoryReport {
 
     /// Of each number the larger one.
     pub fn max(&self, other: &Self) -> Self {
-        Self::new(|category| MemoryUse {
+        let largest = Self::new(|category| MemoryUse {
             now: self.of(category).now.max(other.of(category).now),
             peak: self.of(category).peak.max(other.of(category).peak),
-        })
+        });
+        largest.with_activations(!(self.lacks_activations && other.lacks_activations))
     }
 }
 
 impl From<MemoryReport> for Fields {
     fn from(report: MemoryReport) -> Self {
-        let fields = MemoryCategory::ALL.into_iter().flat_map(|category| {
-            let MemoryUse { now, peak } = report.of(category);
+        let all = MemoryCategory::ALL.into_iter();
+        let measured = all.filter_map(|category| Some((category, report.measured(category)?)));
+        let fields = measured.flat_map(|(category, MemoryUse { now, peak })| {
             let [now_name, peak_name] = names(category);
             [(now_name, now), (peak_name, peak)]
         });
@@ -71,13 +95,17 @@ impl TryFrom<Fields> for MemoryReport {
         for category in MemoryCategory::ALL {
             let [now, peak] = names(category).map(|name| fields.remove(&name));
             let (Some(now), Some(peak)) = (now, peak) else {
+                if category == MemoryCategory::Activations {
+                    report.lacks_activations = true;
+                    continue;
+                }
                 // Files of before know nothing of these.
                 if category == MemoryCategory::Packed || !category.is_on_device() {
                     continue;
                 }
                 bail!("the bytes of {category} are missing from a report of memory");
             };
-            report.0[category as usize] = MemoryUse { now, peak };
+            report.of[category as usize] = MemoryUse { now, peak };
         }
         match fields.keys().next() {
             None => Ok(report),
@@ -129,6 +157,20 @@ mod tests {
         assert_eq!(of_before.of(MemoryCategory::Packed), MemoryUse::default());
         assert_eq!(of_before.on_device(|of| of.now), 15);
         assert_eq!(report.on_device(|of| of.now), 15 + 6);
+        // What nobody has measured is no number.
+        let unmeasured = report.with_activations(false);
+        assert_eq!(unmeasured.measured(MemoryCategory::Activations), None);
+        assert!(report.measured(MemoryCategory::Activations).is_some());
+        let json = serde_json::to_value(unmeasured).unwrap();
+        assert!(json.get("activations_bytes").is_none() && json.get("weights_bytes").is_some());
+        let read: MemoryReport = serde_json::from_value(json).unwrap();
+        assert_eq!(read.measured(MemoryCategory::Activations), None);
+        let both = read.max(&report);
+        assert_eq!(
+            both.measured(MemoryCategory::Activations),
+            report.measured(MemoryCategory::Activations)
+        );
+        assert_eq!(read.max(&read).measured(MemoryCategory::Activations), None);
         let mut more = fields.clone();
         more.insert("cache_bytes".into(), 1.into());
         let error = serde_json::from_value::<MemoryReport>(more.into()).unwrap_err();

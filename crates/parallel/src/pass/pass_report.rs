@@ -40,8 +40,10 @@ pub struct PipelineRank {
     /// own clock, if [`Pipeline::take_device_secs`](crate::Pipeline::take_device_secs) was asked after that; else `None`: the host waits for
     /// nothing to know it.
     pub idle_share: Option<f64>,
-    /// The most bytes of activations since the run began: see [`MemoryCategory::Activations`](crate::MemoryCategory::Activations).
-    pub peak_activations_bytes: u64,
+    /// The most bytes of activations since the run began, where they are measured: see
+    /// [`MemoryCategory::Activations`](crate::MemoryCategory::Activations).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peak_activations_bytes: Option<u64>,
 }
 
 /// What a context-parallel rank computes.

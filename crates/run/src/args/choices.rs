@@ -294,7 +294,8 @@ pub enum LrScheduleChoice {
 /// `--pack-weights`
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum PackChoice {
-    /// Those that a step uses several times between two updates, or that are frozen, if what the run is expected to hold then fits what the machine has left
+    /// Those that a step uses several times between two updates, or that are frozen, if what the run is expected to hold then fits what the machine has left;
+    /// none where --recompute, --offload, --tile-linears or --base-dtype asks for less memory
     Auto,
     /// All
     On,

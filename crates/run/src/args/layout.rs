@@ -143,15 +143,21 @@ impl LayoutArgs {
         }
     }
 
-    /// Which weights are to stay packed for products, in steps of so many micro-batches; `auto` takes that there is memory.
+    /// Which weights are to stay packed for products, in steps of so many micro-batches; `auto` takes that there is memory, unless a flag asks
+    /// for less.
     pub fn packing(&self, num_micro_batches: usize) -> PackWeights {
-        let is_used_again =
-            num_micro_batches > 1 || matches!(self.recompute, RecomputeChoice::Full);
         match self.pack_weights {
             PackChoice::Off => PackWeights::Off,
-            PackChoice::Auto if !is_used_again => PackWeights::Frozen,
-            PackChoice::Auto | PackChoice::On => PackWeights::All,
+            PackChoice::On => PackWeights::All,
+            PackChoice::Auto if self.asks_for_less_memory() => PackWeights::Off,
+            PackChoice::Auto if num_micro_batches > 1 => PackWeights::All,
+            PackChoice::Auto => PackWeights::Frozen,
         }
+    }
+
+    /// Whether a flag trades time for memory.
+    fn asks_for_less_memory(&self) -> bool {
+        self.recompute != RecomputeChoice::None || self.offload.is_some() || self.tile_linears > 1
     }
 
     /// What a rank keeps away from its device.

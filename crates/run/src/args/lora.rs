@@ -5,7 +5,7 @@ use std::ops::Bound::{Excluded, Unbounded};
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::GgmlDType;
-use candle_core::{Result, bail};
+use candle_core::{DType, Result, bail};
 use candle_parallel::{
     Adapter, LoraConfig, LoraTargets, ParamSpec, ParamStore, Parameters, WeightFormat,
 };
@@ -36,6 +36,7 @@ pub struct LoraArgs {
     /// Linear layers that get adapters, such as q_proj,v_proj, or all-linear: all but the head [default: all-linear]
     #[arg(
         long,
+        num_args = 1..,
         value_name = "NAMES",
         value_delimiter = ',',
         conflicts_with = "adapter"
@@ -56,12 +57,23 @@ pub struct LoraArgs {
     pub adapter: Option<PathBuf>,
 }
 
+/// All linear layers but the head.
 const ALL_LINEAR: &str = "all-linear";
 
 impl LoraArgs {
     /// Whether adapters are trained.
     pub fn is_given(&self) -> bool {
         self.lora_rank.is_some() || self.adapter.is_some()
+    }
+
+    /// Whether the base takes less memory than its weights in `dtype` would.
+    pub(crate) fn has_smaller_base(&self, dtype: DType) -> bool {
+        match self.base_dtype {
+            None | Some(WeightFormat::F32) => false,
+            Some(WeightFormat::F16 | WeightFormat::BF16) => dtype == DType::F32,
+            // Blocks.
+            Some(_) => true,
+        }
     }
 
     /// An error if a flag is given without that which it belongs to.
@@ -95,6 +107,17 @@ impl LoraArgs {
         }
     }
 
+    /// The names of --lora-targets, with commas, spaces or both between them; `all` is LLaMA-Factory's word.
+    fn target_names(&self) -> Vec<String> {
+        let names = (self.lora_targets.iter()).flat_map(|names| names.split_whitespace());
+        let names: Vec<&str> = names.collect();
+        match names.as_slice() {
+            ["all"] => vec![ALL_LINEAR.to_string()],
+            [] if self.lora_targets.is_empty() => vec![ALL_LINEAR.to_string()],
+            names => names.iter().map(ToString::to_string).collect(),
+        }
+    }
+
     /// The store with the adapters that these flags ask for; `base_model` is what `--model` says.
     pub(crate) fn apply(
         &self,
@@ -119,16 +142,13 @@ impl LoraArgs {
             return Ok(store);
         };
         let default = LoraConfig::default();
-        let names = self.lora_targets.iter().map(|name| name.trim().to_string());
-        let names: Vec<String> = names.collect();
         store.with_lora(LoraConfig {
             rank,
             alpha: self.lora_alpha.unwrap_or(default.alpha),
             dropout: self.lora_dropout.unwrap_or(default.dropout),
-            targets: match names.as_slice() {
-                [] => default.targets,
-                [name] if name == ALL_LINEAR => LoraTargets::AllLinear,
-                _ => LoraTargets::Names(names),
+            targets: match self.target_names() {
+                names if names == [ALL_LINEAR] => LoraTargets::AllLinear,
+                names => LoraTargets::Names(names),
             },
             use_rslora: self.rslora,
             seed,
@@ -164,10 +184,7 @@ impl LoraArgs {
             return Ok(());
         };
         let default = LoraConfig::default();
-        let targets = match self.lora_targets.as_slice() {
-            [] => ALL_LINEAR.to_string(),
-            names => names.join(","),
-        };
+        let targets = self.target_names().join(",");
         let settings = [
             ("--lora-rank", rank.to_string()),
             (
@@ -241,4 +258,42 @@ pub(crate) fn adapters_in_words(params: &Parameters) -> String {
         )
     };
     params.lora().map_or(String::new(), of_lora)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::LoraArgs;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        lora: LoraArgs,
+    }
+
+    #[test]
+    fn targets_are_named_with_commas_or_spaces() {
+        let targets = |words: &[&str]| {
+            let words = ["program", "--lora-rank", "4"].iter().chain(words);
+            Line::parse_from(words).lora.target_names()
+        };
+        let both = ["q_proj", "v_proj"];
+        for words in [
+            &["--lora-targets", "q_proj,v_proj"][..],
+            &["--lora-targets", "q_proj", "v_proj"],
+            &["--lora-targets", "q_proj v_proj"],
+            &["--lora-targets", "q_proj, v_proj"],
+            &["--lora-targets", "q_proj", "--lora-targets", "v_proj"],
+        ] {
+            assert_eq!(targets(words), both, "{words:?}");
+        }
+        for words in [
+            &[][..],
+            &["--lora-targets", "all"],
+            &["--lora-targets", "all-linear"],
+        ] {
+            assert_eq!(targets(words), ["all-linear"]);
+        }
+    }
 }

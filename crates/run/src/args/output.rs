@@ -32,7 +32,7 @@ pub struct OutputArgs {
     /// Replace a model in the folder of --output
     ///
     /// Without this, only one that an earlier run of the same command has made is replaced; the input model and folders with other files never
-    /// are.
+    /// are. The same holds for the file of --export-gguf.
     #[arg(long)]
     pub overwrite: bool,
     /// At the end also write the model as a GGUF file of this type, for llama.cpp and Ollama, beside the folder of --output: finetuned-q4_k_m.gguf for finetuned. An adapter is
@@ -52,8 +52,9 @@ impl Default for OutputArgs {
 }
 
 impl OutputArgs {
-    /// The GGUF file that is written at the end, of what is saved: a model, or an adapter of the one in the folder `base`.
-    pub(crate) fn gguf_export(&self, base: Option<&Path>) -> Option<GgufExport> {
+    /// The GGUF file that is written at the end, of what is saved: a model, or an adapter of the one in the folder `base`; `run` is what
+    /// decides its weights.
+    pub(crate) fn gguf_export(&self, base: Option<&Path>, run: Option<&str>) -> Option<GgufExport> {
         let dtype = self.export_gguf?;
         let mut name = self.output.file_name().unwrap_or_default().to_os_string();
         name.push(format!("-{}.gguf", dtype.name_of()));
@@ -71,6 +72,7 @@ impl OutputArgs {
             adapter_only: false,
             modelfile: false,
             overwrite: self.overwrite,
+            run: run.map(|run| format!("{run} {}", dtype.name_of())),
         })
     }
 

@@ -6,14 +6,13 @@ use candle_comm::{Backend, Degrees, HalfSums, RankEnv, RunConfig};
 use candle_core::{Device, Result, bail};
 use candle_launch::StartedBy;
 use candle_ops::{DeviceChoice, GpuSettings, MatmulPrecision, ProductChoice};
-use candle_parallel::count_memory_with;
 use clap::Args;
 use serde::Serialize;
 
 use crate::args::choices::{choice, some_by_name};
 use crate::args::number::whole;
 use crate::args::text::{some_text, text};
-use crate::counting_allocator::{allocated_bytes, rank_allocated_bytes};
+use crate::counting_allocator::{allocated_bytes, measure_activations_by, rank_allocated_bytes};
 use crate::flags::default_of;
 
 /// Flags about ranks.
@@ -105,7 +104,7 @@ impl RankArgs {
         }
         let config = RunConfig::new(backend, env, degrees, devices)?;
         // A rank that has its process for itself may allocate and free on all of its threads.
-        count_memory_with(match (backend, degrees.world_size()) {
+        measure_activations_by(match (backend, degrees.world_size()) {
             (Backend::Local, Some(2..)) => rank_allocated_bytes,
             _ => allocated_bytes,
         });
@@ -185,7 +184,7 @@ impl RankArgs {
                 env.started_by()
             );
         }
-        count_memory_with(match num_processes {
+        measure_activations_by(match num_processes {
             1 => rank_allocated_bytes,
             _ => allocated_bytes,
         });

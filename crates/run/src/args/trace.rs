@@ -20,7 +20,8 @@ const NUM_STEPS: usize = 10;
 #[serde(rename_all = "kebab-case")]
 pub struct TraceArgs {
     /// Record what every rank does when (forward and backward pass, communication, optimizer, waiting) and write it to this file, which
-    /// Perfetto (https://ui.perfetto.dev) opens and `candle-train timeline` draws [default: none]
+    /// Perfetto (https://ui.perfetto.dev) opens and `candle-train timeline` draws; the trace of another run is refused, or with --overwrite
+    /// replaced [default: none]
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
     /// Steps that --trace records, counted from 0 as in --metrics, the last one not among them; the file is written after them [default: the first
@@ -57,10 +58,11 @@ impl TraceArgs {
         self.trace.iter().try_for_each(|path| Tracer::check(path))
     }
 
-    /// What records a run whose next step is `next_step`.
+    /// What records the run of this name, whose next step is `next_step`.
     pub(crate) fn tracer(
         &self,
         mesh: &Mesh,
+        run: &str,
         next_step: usize,
         observers: &Observers,
     ) -> Option<Tracer> {
@@ -76,7 +78,7 @@ impl TraceArgs {
             }
             return None;
         }
-        Some(Tracer::new(path, steps, mesh, next_step))
+        Some(Tracer::new(path, run, steps, mesh, next_step))
     }
 }
 

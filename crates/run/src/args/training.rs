@@ -83,7 +83,7 @@ impl TrainingArgs {
         if again.batches.global_batch_size.is_some() {
             again.batches.gradient_accumulation_steps = None;
         }
-        again.logs.metrics = None;
+        again.logs = LogArgs::default();
         again.output.overwrite = false;
         again.output.export_gguf = None;
         again.output.rescue_dir = None;

@@ -369,3 +369,78 @@ fn rows_that_are_no_whole_blocks_are_told_with_their_bits() {
     let line = format!("--base-dtype q4k: {want:.1} bits a value");
     assert!(words.contains(&line), "{words}");
 }
+
+/// What a run has written of its steps is its own: a later one neither gets it from the file of flags nor writes into it.
+#[test]
+fn curves_and_a_trace_of_another_run_are_left_alone() {
+    let dir = tempdir().unwrap();
+    let (curves, trace) = (dir.path().join("curves"), dir.path().join("trace.json"));
+    let with_logs = |mut run: Finetune, output: &str| {
+        run.training.logs.tensorboard = Some(curves.clone());
+        run.training.logs.trace.trace = Some(trace.clone());
+        run.output(dir.path().join(output))
+    };
+    let train = |run: &Finetune| run.train_with(Observers::none());
+    let first = with_logs(finetune(&dir.path().join("first")), "first");
+    train(&first).unwrap();
+    let before = fs::read(&trace).unwrap();
+    let num_files = || fs::read_dir(&curves).unwrap().count();
+    assert_eq!(num_files(), 1);
+    let again = Finetune::from_toml(dir.path().join("first/candle_train.toml")).unwrap();
+    let again = again.output(dir.path().join("second"));
+    assert!(again.training.logs.trace.trace.is_none() && again.training.logs.tensorboard.is_none());
+    train(&again).unwrap();
+    // The same flags, and others: told of the folder, and then of the file.
+    for second in [again.clone(), again.clone().lr(0.5)] {
+        let mut second = with_logs(second, "third");
+        let said = train(&second).unwrap_err().to_string();
+        assert!(
+            said.contains("the TensorBoard folder") && said.contains("another run"),
+            "{said}"
+        );
+        second.training.logs.tensorboard = None;
+        let said = train(&second).unwrap_err().to_string();
+        assert!(
+            said.contains("the trace") && said.contains("another run"),
+            "{said}"
+        );
+        assert!(said.contains("--overwrite"), "{said}");
+    }
+    assert!(fs::read(&trace).unwrap() == before && num_files() == 1);
+    assert!(!dir.path().join("third").exists());
+    let mut third = with_logs(again, "third");
+    third.training.output.overwrite = true;
+    train(&third).unwrap();
+    assert!(fs::read(&trace).unwrap() != before && num_files() == 2);
+}
+
+/// As after a kill before the first checkpoint.
+#[test]
+fn a_run_that_begins_again_for_want_of_a_checkpoint_keeps_its_curves() {
+    let dir = tempdir().unwrap();
+    let mut run = finetune(&dir.path().join("out"));
+    run.training.logs.tensorboard = Some(dir.path().join("curves"));
+    run.training.checkpoints.save_dir = Some(dir.path().join("saves"));
+    run.training.checkpoints.resume = Some("latest".into());
+    run.train_with(Observers::none()).unwrap();
+    run.train_with(Observers::none()).unwrap();
+    let other = run.lr(0.5).output(dir.path().join("other"));
+    let other = other.train_with(Observers::none()).unwrap_err();
+    assert!(other.to_string().contains("another run"), "{other}");
+}
+
+/// This program's allocator counts nothing.
+#[test]
+fn activations_that_nobody_measures_are_absent() {
+    let dir = tempdir().unwrap();
+    let mut run = finetune(&dir.path().join("out")).pp(2);
+    let file = dir.path().join("metrics.jsonl");
+    run.training.logs.metrics = Some(file.clone());
+    run.train_with(Observers::none()).unwrap();
+    let lines = fs::read_to_string(file).unwrap();
+    assert!(lines.contains("\"weights_peak_bytes\":"), "{lines}");
+    assert!(
+        lines.contains("\"idle_share\":") && !lines.contains("activations"),
+        "{lines}"
+    );
+}

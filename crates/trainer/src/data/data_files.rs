@@ -34,6 +34,12 @@ fn hint() -> String {
     )
 }
 
+/// Whether nothing is at a path that may be the name of a data set on a hub, such as `org/name`.
+fn is_named_as_on_a_hub(path: &Path) -> bool {
+    let is_name = path.is_relative() && path.components().count() == 2;
+    is_name && FileFormat::of(path).is_none() && !path.exists()
+}
+
 impl Data {
     /// Finds the files of `specs`, in their order, those of a folder or glob by name. Of a dataset on a hub those for this `usage` are fetched.
     ///
@@ -103,6 +109,11 @@ impl Data {
             let err = err.to_string();
             let hint = match err.contains("\nhint: ") {
                 true => String::new(),
+                false if is_named_as_on_a_hub(path) => format!(
+                    "\n{}; a data set on the hub is hub://datasets/{}",
+                    hint(),
+                    path.display()
+                ),
                 false => format!("\n{}", hint()),
             };
             bail!("cannot open data {path:?}: {err}{hint}");

@@ -110,6 +110,13 @@ fn files_folders_and_globs_are_read_in_order() {
         &["cannot open data", "missing", "hint:"],
     );
     assert_error(
+        Data::find(&[DataSpec::new("org/name")], DataUse::Training),
+        &[
+            "cannot open data",
+            "a data set on the hub is hub://datasets/org/name",
+        ],
+    );
+    assert_error(
         texts(dir, &["in/notes.md"]),
         &[
             "notes.md",

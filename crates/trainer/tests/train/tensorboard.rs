@@ -95,7 +95,7 @@ fn file(dir: &Path) -> std::path::PathBuf {
 fn each_number_of_a_step_is_a_point_of_its_curve() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("runs/a");
-    let mut board = TensorBoard::create(&folder, 300).unwrap();
+    let mut board = TensorBoard::create(&folder, "4f2a-01", 300).unwrap();
     let skipped = StepMetrics {
         loss: f64::NAN,
         ..step(301)
@@ -103,6 +103,10 @@ fn each_number_of_a_step_is_a_point_of_its_curve() {
     for step in [step(300), skipped] {
         board.log(&(&step).into()).unwrap();
     }
+    assert_eq!(
+        TensorBoard::run_of(&folder).unwrap().as_deref(),
+        Some("4f2a-01")
+    );
     let events = events(&file(&folder));
     assert_eq!(bytes(&events[0], 3), [b"brain.Event:2"]);
     // A start at this step: readers forget what they know of it and of later ones.
@@ -142,12 +146,25 @@ fn each_number_of_a_step_is_a_point_of_its_curve() {
 #[test]
 fn two_runs_need_two_folders() {
     let dir = tempfile::tempdir().unwrap();
-    let first = TensorBoard::create(dir.path(), 0).unwrap();
+    assert_eq!(TensorBoard::run_of(dir.path()).unwrap(), None);
+    let first = TensorBoard::create(dir.path(), "a.b/c", 0).unwrap();
     let process = format!("process {}", std::process::id());
     let words = ["TensorBoard", "another run is writing to it", &process];
-    assert_error(TensorBoard::create(dir.path(), 0), &words);
+    assert_error(TensorBoard::create(dir.path(), "b", 0), &words);
     drop(first);
-    TensorBoard::create(dir.path(), 0).unwrap();
+    // No name leads out of the folder.
+    let run = || TensorBoard::run_of(dir.path()).unwrap();
+    assert_eq!(run().as_deref(), Some("a-b-c"));
+    TensorBoard::create(dir.path(), "b", 0).unwrap();
+    assert_eq!(run().as_deref(), Some("b"));
+    // Those of an earlier version, or of another program, have no name.
+    fs::write(
+        dir.path()
+            .join("events.out.tfevents.9999999999.1.candle-train"),
+        "",
+    )
+    .unwrap();
+    assert_eq!(run().as_deref(), Some(""));
 }
 
 #[test]
@@ -156,7 +173,7 @@ fn a_folder_that_cannot_be_made() {
     let taken = dir.path().join("file");
     fs::write(&taken, "").unwrap();
     assert_error(
-        TensorBoard::create(&taken, 0),
+        TensorBoard::create(&taken, "a", 0),
         &["file", "hint: --tensorboard"],
     );
 }

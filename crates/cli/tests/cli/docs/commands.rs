@@ -1,6 +1,9 @@
 //! Commands that the pages show are commands that there are.
 
-use clap::Command;
+use std::fs;
+use std::process::{Command, Stdio};
+
+use crate::cli::folder::fixture;
 
 use super::pages::{pages, read, split};
 
@@ -65,7 +68,7 @@ fn of_example(words: &[String]) -> Option<Vec<String>> {
 }
 
 /// What clap finds wrong with a command; help that is asked for is not.
-fn fault(command: &Command, args: &[String]) -> Option<String> {
+fn fault(command: &clap::Command, args: &[String]) -> Option<String> {
     match command.clone().try_get_matches_from(args) {
         Err(err) if err.use_stderr() => Some(format!("{}\n{err}", args.join(" "))),
         _ => None,
@@ -89,6 +92,51 @@ fn commands_of_the_pages_are_what_the_program_takes() {
         }
     }
     assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+/// The README's way from a conversation to a model, with a model of a few kilobytes in place of the one on the hub, which learns at a higher rate.
+#[test]
+fn the_commands_of_the_readme_train_what_one_can_see() {
+    let lines = command_lines(&read("README.md"));
+    let begin = lines
+        .iter()
+        .position(|line| line == "cat > chat.jsonl <<'END'");
+    let lines = &lines[begin.unwrap() + 1..];
+    let end = lines.iter().position(|line| line == "END").unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("chat.jsonl"), lines[..end].join("\n")).unwrap();
+    let small = fixture("gqa/model").display().to_string();
+    let mut done = Vec::new();
+    for line in &lines[end + 1..] {
+        for args in of_candle_train(line).into_iter().take(1) {
+            let args = args.into_iter().skip(1);
+            let args = args.map(|arg| match arg.as_str() {
+                "HuggingFaceTB/SmolLM2-135M" => small.clone(),
+                "1e-3" => "1e-2".to_string(),
+                _ => arg,
+            });
+            let args: Vec<String> = args.collect();
+            let ended = Command::new(env!("CARGO_BIN_EXE_candle-train"))
+                .args(&args)
+                .current_dir(dir.path())
+                .stdin(Stdio::null())
+                .output()
+                .unwrap();
+            let [out, err] =
+                [&ended.stdout, &ended.stderr].map(|text| String::from_utf8_lossy(text));
+            assert!(ended.status.success(), "{args:?}\n{out}{err}");
+            if args[0] == "generate" {
+                let (_, answer) = line.split_once("# ").unwrap();
+                // The template's end of a turn is no token of this model, which goes on.
+                assert!(out.starts_with(answer), "{out}");
+            }
+            done.push(args[0].clone());
+        }
+        if done.last().is_some_and(|last| last == "export") {
+            break;
+        }
+    }
+    assert_eq!(done, ["preview", "finetune", "merge", "generate", "export"]);
 }
 
 #[test]

@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
-use std::io::{Write, stderr, stdout};
+use std::io::{ErrorKind, Write, stderr, stdout};
 use std::path::Path;
+use std::sync::OnceLock;
 
 use crate::launcher::wire::Stream;
 use crate::{Error, Result};
@@ -14,10 +15,18 @@ const MAX_LINE_BYTES: usize = 1 << 16;
 const NUM_LAST_LINES: usize = 20;
 const MAX_KEPT_BYTES: usize = 1000;
 
+/// The first error of stdout, such as a full disk; that nobody reads it any more is none.
+static LOST: OnceLock<std::io::Error> = OnceLock::new();
+
+/// Why lines of the ranks are missing on stdout, if some are.
+pub(super) fn lost() -> Option<&'static std::io::Error> {
+    LOST.get()
+}
+
 /// Writes what it gets to stdout or stderr, each line behind a label, and unchanged to a log file.
 ///
-/// A carriage return ends a line too, as progress bars have it. Errors of the terminal are dropped: a run of days should
-/// not end because nobody reads it any more.
+/// A carriage return ends a line too, as progress bars have it. Errors of the terminal end nothing, which may be a run of days: the launcher
+/// tells of those of stdout at the end.
 pub(super) struct LabelledOutput {
     label: String,
     stream: Stream,
@@ -121,12 +130,17 @@ impl LabelledOutput {
     }
 
     fn print(&self, shown: &[u8]) {
-        let _ = match self.stream {
+        match self.stream {
             Stream::Out => {
                 let mut out = stdout().lock();
-                out.write_all(shown).and_then(|()| out.flush())
+                let written = out.write_all(shown).and_then(|()| out.flush());
+                if let Err(err) = written
+                    && err.kind() != ErrorKind::BrokenPipe
+                {
+                    LOST.get_or_init(|| err);
+                }
             }
-            Stream::Err => stderr().lock().write_all(shown),
-        };
+            Stream::Err => drop(stderr().lock().write_all(shown)),
+        }
     }
 }
