@@ -9,7 +9,7 @@ pub(crate) const ENDINGS: &str = ".txt, .jsonl, .json, .csv, .tsv or .parquet";
 pub(crate) const GZIP_ENDING: &str = ".gz";
 
 /// Whether a file has [`GZIP_ENDING`].
-pub(crate) fn is_gzip(path: &Path) -> bool {
+fn is_gzip(path: &Path) -> bool {
     let ending = path.extension().and_then(|ending| ending.to_str());
     ending.is_some_and(|ending| ending.eq_ignore_ascii_case(&GZIP_ENDING[1..]))
 }

@@ -1,12 +1,12 @@
 //! JSON as Python reads and writes it: with integers of any size, NaN and infinities, and with the byte-order marks of
 //! files that were joined.
 
-use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
 use regex::{Captures, Regex};
+use serde::de::IgnoredAny;
 use serde_json::{Deserializer, Result};
 
 use crate::chat::LongInteger;
@@ -29,9 +29,10 @@ const LONG: usize = 19;
 /// Stands before a number while it is a text; no character.
 const MARK: char = '\u{fdd2}';
 
-/// Texts, which may spell such numbers out, and numbers.
-static TEXT_OR_NUMBER: LazyLock<Option<Regex>> =
-    LazyLock::new(|| Regex::new(r#"(?s)"(?:[^"\\]|\\.)*"|NaN|-?Infinity|-?[0-9][0-9.eE+-]*"#).ok());
+/// Texts, which may spell such numbers out, numbers, and the byte-order marks of joined files.
+static TEXT_OR_NUMBER: LazyLock<Option<Regex>> = LazyLock::new(|| {
+    Regex::new(r#"(?s)"(?:[^"\\]|\\.)*"|NaN|-?Infinity|-?[0-9][0-9.eE+-]*|\x{feff}"#).ok()
+});
 
 /// The value that a text is.
 ///
@@ -50,15 +51,8 @@ pub(crate) fn read_json(text: &str) -> Result<Value> {
 /// # Errors
 /// It is something else.
 pub(crate) fn read_json_values(text: &str) -> Result<Vec<Value>> {
-    // In a text of JSON there is no line break.
-    let joined = format!("\n{BOM}");
-    let text = if text.contains(&joined) {
-        Cow::Owned(text.replace(&joined, "\n"))
-    } else {
-        Cow::Borrowed(text)
-    };
-    match with_marked_numbers(&text) {
-        None => Deserializer::from_str(&text).into_iter().collect(),
+    match with_marked_numbers(text) {
+        None => Deserializer::from_str(text).into_iter().collect(),
         Some(marked) => {
             let values = Deserializer::from_str(&marked).into_iter();
             values.map(|value| value.map(with_numbers)).collect()
@@ -66,7 +60,16 @@ pub(crate) fn read_json_values(text: &str) -> Result<Vec<Value>> {
     }
 }
 
-/// With numbers that JSON or `serde_json` has not as marked texts; `None` if there are none.
+/// Whether a text begins with a value that is whole, if it has such numbers or byte-order marks.
+pub(crate) fn begins_with_json(text: &str) -> bool {
+    let marked = with_marked_numbers(text);
+    marked.is_some_and(|marked| {
+        let mut values = Deserializer::from_str(&marked).into_iter::<IgnoredAny>();
+        values.next().is_some_and(|value| value.is_ok())
+    })
+}
+
+/// With numbers that JSON or `serde_json` has not as marked texts, and without byte-order marks; `None` if there are none.
 fn with_marked_numbers(text: &str) -> Option<String> {
     let runs = text
         .as_bytes()
@@ -74,7 +77,8 @@ fn with_marked_numbers(text: &str) -> Option<String> {
     let has_long = runs
         .into_iter()
         .any(|run| run.len() >= LONG && run[0].is_ascii_digit());
-    if !has_long && !text.contains("NaN") && !text.contains("Infinity") {
+    let has_words = ["NaN", "Infinity"].iter().any(|word| text.contains(word));
+    if !has_long && !has_words && !text.contains(BOM) {
         return None;
     }
     let is_marked = |number: &str| {
@@ -87,7 +91,9 @@ fn with_marked_numbers(text: &str) -> Option<String> {
         .as_ref()?
         .replace_all(text, |found: &Captures<'_>| {
             let found = &found[0];
-            if is_marked(found) {
+            if found.starts_with(BOM) {
+                String::new()
+            } else if is_marked(found) {
                 format!("\"{MARK}{found}\"")
             } else {
                 found.to_string()

@@ -48,6 +48,13 @@ impl DataFile {
         opened.map_err(|err| self.unreadable(&err))
     }
 
+    /// Whether it is compressed, whatever it is called; not if it cannot be read.
+    pub fn is_gzip(&self) -> bool {
+        let mut start = [0; GZIP.len()];
+        let read = open_file(&self.path).and_then(|mut file| file.read_exact(&mut start));
+        read.is_ok() && start == GZIP
+    }
+
     /// All bytes of [`Self::open`].
     ///
     /// # Errors

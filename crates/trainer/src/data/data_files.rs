@@ -14,7 +14,7 @@ use super::data_spec::DataSpec;
 use super::file_records::FileRecords;
 use super::record::Record;
 use crate::few::few;
-use crate::file_format::{ENDINGS, FileFormat, GZIP_ENDING, is_gzip};
+use crate::file_format::{ENDINGS, FileFormat, GZIP_ENDING};
 use crate::hub::{DataUse, resolve_dataset};
 
 /// The files of a data set, in a fixed order.
@@ -267,7 +267,7 @@ impl Data {
 
     /// Size of what all files say; `None` if some are compressed.
     pub(crate) fn num_text_bytes(&self) -> Result<Option<u64>> {
-        match self.files().any(is_gzip) {
+        match self.files.iter().any(DataFile::is_gzip) {
             true => Ok(None),
             false => self.num_bytes().map(Some),
         }

@@ -15,7 +15,7 @@ use super::preferences::PREFERENCES;
 use super::record_fields::FIELDS;
 use crate::chat::MASKS_OF_RECORDS;
 use crate::file_format::FileFormat;
-use crate::json_text::{read_json, read_json_values};
+use crate::json_text::{begins_with_json, read_json, read_json_values};
 
 /// The records of a document; `None` if the file has one in each line.
 ///
@@ -32,7 +32,9 @@ pub(super) fn document(file: &DataFile, columns: &Columns) -> Result<Option<Vec<
     let value = std::str::from_utf8(&line).map(read_json);
     match value {
         // A line that is damaged or too long is no reason to have all of a file in memory.
-        _ if is_cut && !(line.starts_with(b"[") && begins_with_value(file)?) => return Ok(None),
+        _ if is_cut && !(line.trim_ascii_start().starts_with(b"[") && begins_with_value(file)?) => {
+            return Ok(None);
+        }
         _ if is_cut => {}
         Ok(Ok(value)) if value.kind() == ValueKind::Map && list_of(&value, columns).is_none() => {
             return Ok(None);
@@ -72,8 +74,18 @@ fn next_line(file: &DataFile, bytes: &mut impl BufRead, is_limited: bool) -> Res
 
 /// Whether a file begins with something that is whole, over however many lines.
 fn begins_with_value(file: &DataFile) -> Result<bool> {
-    let values = Deserializer::from_reader(file.open()?).into_iter::<IgnoredAny>();
-    Ok(values.take(1).any(|value| value.is_ok()))
+    let mut values = Deserializer::from_reader(file.open()?).into_iter::<IgnoredAny>();
+    match values.next() {
+        // A number that only Python writes.
+        Some(Err(err)) if err.is_syntax() => {
+            let mut start = Vec::new();
+            let limited = file.open()?.take(MAX_RECORD_BYTES as u64);
+            let read = { limited }.read_to_end(&mut start);
+            read.map_err(|err| file.unreadable(&err))?;
+            Ok(begins_with_json(&String::from_utf8_lossy(&start)))
+        }
+        value => Ok(value.is_some_and(|value| value.is_ok())),
+    }
 }
 
 fn values(file: &DataFile) -> Result<Vec<Value>> {

@@ -68,6 +68,8 @@ fn byte_order_marks_of_joined_files_are_no_part_of_their_records() {
         ("a.json", record.repeat(2)),
         ("b.json", pretty.clone()),
         ("b.jsonl", pretty),
+        // The first of the two has no line break at its end.
+        ("c.json", record.trim_end().repeat(2)),
     ] {
         let reading = Reading::new(None);
         let read = reading.write(name, content).read(name, "").unwrap();
@@ -83,6 +85,7 @@ fn numbers_that_python_writes_matter_where_something_reads_them() {
         ("a.jsonl", format!("{record}\n")),
         ("a.json", format!("[{record}]")),
         ("b.json", record.replace(": ", ":\n")),
+        ("b.jsonl", record.replace(": ", ":\n")),
     ] {
         let reading = Reading::new(None);
         let read = reading.write(name, content).read(name, "").unwrap();
