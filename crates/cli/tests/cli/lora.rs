@@ -276,7 +276,8 @@ fn a_base_in_fewer_bits_takes_less_memory_and_nearly_the_same_losses() {
         .flag("--quantize-weights", "int8");
     let (other, bytes) = run(divided.flag("--base-dtype", "q8_0"));
     assert!((other - loss).abs() < 0.02 * loss, "{other} {loss}");
-    assert!(bytes < 60_000, "{bytes}");
+    // Each of the small adapters begins at a block of 256 values.
+    assert!(bytes < 80_000, "{bytes}");
     let cut = lora(&workspace).flag("--base-dtype", "q8_0");
     workspace.run_refused(&cut, &["o_proj", "cuts blocks of 32 values", "hint"]);
     let parts = ["--base-dtype is given without adapters"];

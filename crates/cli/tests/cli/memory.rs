@@ -125,9 +125,8 @@ fn in_each_way_of_multiplying() {
 #[test]
 fn the_memory_of_packed_weights_is_expected() {
     assert_expected(&[
-        "--pack-weights on",
-        "--pack-weights on --lora-rank 8",
-        "--pack-weights on --bf16 --freeze layers.[01]",
+        "--pack-weights on --lora-rank 8 --global-batch-size 2",
+        "--pack-weights on --bf16 --freeze layers.[01] --global-batch-size 2",
     ]);
 }
 
