@@ -33,12 +33,12 @@ pub(super) fn replace_tags(source: &str) -> Option<(String, String)> {
         let word = inner[left.len()..inner.len() - right.len()].trim();
         let replaced = match word {
             "generation" => Some((
-                format!("{{%{left} if true {right}%}}"),
-                format!("{{%{left} if true %}}{BEGIN}{{% if true {right}%}}"),
+                format!("{{%{left} with {right}%}}"),
+                format!("{{%{left} with %}}{BEGIN}{{% with {right}%}}"),
             )),
             "endgeneration" => Some((
-                format!("{{%{left} endif {right}%}}"),
-                format!("{{%{left} endif %}}{END}{{% endif {right}%}}"),
+                format!("{{%{left} endwith {right}%}}"),
+                format!("{{%{left} endwith %}}{END}{{% endwith {right}%}}"),
             )),
             _ => None,
         };

@@ -19,6 +19,9 @@ const MAX_OPERATORS: usize = 1_000;
 /// `{% elif %}` tags: the engine goes one call deeper for each.
 const MAX_ELIFS: usize = 1_000;
 
+/// Parameters of a macro.
+const MAX_PARAMS: usize = 200;
+
 /// Names of what is put in place of operators, and of a variable that no template sets.
 pub(super) const CONCAT: &str = "_concat";
 pub(super) const MOD: &str = "_mod";
@@ -286,7 +289,7 @@ impl Code<'_> {
                 edits.push(replacement(token.range.clone(), text));
             }
         }
-        let defaults = self.defaults(&mut edits);
+        let defaults = self.defaults(&mut edits)?;
         let head = self.applied(&edits, self.start..self.end_marker);
         let end = &self.source[self.end_marker..self.end];
         if defaults.is_empty() {
@@ -375,7 +378,11 @@ impl Code<'_> {
                     level.end_mod(end, edits);
                 }
                 (Kind::Operator, "." | "|" | "**") => {}
-                (Kind::Operator, _) if is_sign && !follows_operand => {}
+                // The engine has no such sign.
+                (Kind::Operator, "+") if !follows_operand => {
+                    edits.push(replacement(range.clone(), " ".to_string()));
+                }
+                (Kind::Operator, "-") if !follows_operand => {}
                 (Kind::Operator, _) => {
                     level.finish(end, edits);
                     let num_operators = if [",", ":", "="].contains(&word) {
@@ -457,10 +464,10 @@ impl Code<'_> {
     }
 
     /// The parameters of a macro whose defaults name earlier ones, which the engine does not know yet there, with these defaults; `edits` leave them unset.
-    fn defaults(&self, edits: &mut Vec<Edit>) -> Vec<(&str, String)> {
+    fn defaults(&self, edits: &mut Vec<Edit>) -> Result<Vec<(&str, String)>, String> {
         let mut defaults = Vec::new();
         if self.word(0) != "macro" {
-            return defaults;
+            return Ok(defaults);
         }
         let mut names: Vec<&str> = Vec::new();
         let params: Vec<usize> = (3..self.tokens.len()).collect();
@@ -483,8 +490,13 @@ impl Code<'_> {
                 edits.push(replacement(range, UNSET.to_string()));
             }
             names.push(self.word(*name));
+            if names.len() > MAX_PARAMS {
+                return Err(format!(
+                    "a macro in it has more than {MAX_PARAMS} parameters"
+                ));
+            }
         }
-        defaults
+        Ok(defaults)
     }
 }
 

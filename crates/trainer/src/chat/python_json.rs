@@ -130,7 +130,7 @@ impl JsonWriter {
             return self.json.push(&json);
         }
         for c in json.chars() {
-            if c.is_ascii() {
+            if matches!(c, ' '..='~') {
                 self.json.push(c.encode_utf8(&mut [0; 4]))?;
                 continue;
             }

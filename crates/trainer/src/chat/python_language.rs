@@ -396,6 +396,10 @@ fn text_method(
     name: &str,
     args: &[Value],
 ) -> Option<Result<Value, Error>> {
+    // As many bytes are read for a step.
+    if let Err(err) = state.consume_fuel(text.len() as u64 / 64) {
+        return Some(Err(err));
+    }
     let all = |is: fn(char) -> bool| -> Result<Value, Error> {
         let () = from_args(args)?;
         Ok(Value::from(!text.is_empty() && text.chars().all(is)))

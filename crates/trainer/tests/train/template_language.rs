@@ -261,15 +261,15 @@ fn numbers_of_records_are_those_of_python() {
 fn values_deeper_than_others_are_printed_or_refused() {
     let deep = |depth: usize| {
         let json = format!("{}{}", "[".repeat(depth), "]".repeat(depth));
-        let tools: Value = serde_json::from_str(&json).unwrap();
-        let message = context! { role => "user", content => "x" };
-        Chat::new(vec![message], Some(Value::from(vec![tools]))).unwrap()
+        let value: Value = serde_json::from_str(&json).unwrap();
+        let message = context! { role => "user", content => "x", value => vec![value] };
+        Chat::new(vec![message], None).unwrap()
     };
     for source in [
-        "{{ tools }}",
-        "{{ tools | tojson }}",
-        "{{ tools ~ '' }}",
-        "{% set x = tools %}{{ x | string }}",
+        "{{ messages[0].value }}",
+        "{{ messages[0].value | tojson }}",
+        "{{ messages[0].value ~ '' }}",
+        "{% set x = messages[0].value %}{{ x | string }}",
     ] {
         let text = template(source)
             .unwrap()
