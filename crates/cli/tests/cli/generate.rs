@@ -95,6 +95,7 @@ fn samples_of_a_run_end_where_texts_do() {
     workspace.refuses(&program, &parts);
     workspace.edit_config(|config| {
         config["model_type"] = "mistral".into();
+        config["architectures"] = serde_json::json!(["MistralForCausalLM"]);
         config["sliding_window"] = 8.into();
     });
     let sample = program.flag("--temperature", 0).succeeds().stdout;
