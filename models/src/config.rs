@@ -99,6 +99,15 @@ impl ModelConfig {
         self.rope.max_seq_len(self.max_position_embeddings)
     }
 
+    /// Longest text that the model continues: as [`Self::max_seq_len`], and any where all layers have windows, which go on without the oldest tokens.
+    pub fn max_text_len(&self) -> usize {
+        let is_windowed = (0..self.num_hidden_layers).all(|layer| self.window(layer).is_some());
+        if is_windowed {
+            return usize::MAX;
+        }
+        self.max_seq_len()
+    }
+
     /// Longest sequence without YaRN; `None` if the frequencies are scaled in another way.
     pub fn original_context(&self) -> Option<usize> {
         match self.rope {

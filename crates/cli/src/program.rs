@@ -9,7 +9,7 @@ use candle_launch::launcher::{RendezvousAddress, become_rank, launch, reach, run
 use candle_launch::{NEEDS_MPI_EXIT_CODE, RankEnv};
 use candle_train_run::{
     Finetune, FromCheckpoint, FromScratch, Pretrain, Run, Start, exit_as_rank, exit_with,
-    print_line, written,
+    print_line, print_note, written,
 };
 use clap::builder::{Resettable, StyledStr};
 use clap::{Arg, Args, Command, CommandFactory, Parser};
@@ -208,7 +208,8 @@ pub fn candle_train() -> ExitCode {
             program,
             args,
         } => {
-            eprintln!("candle-train: {}", become_rank(agent_pid, &program, &args));
+            let error = become_rank(agent_pid, &program, &args);
+            print_note(&format!("candle-train: {error}"));
             ExitCode::from(127)
         }
     }

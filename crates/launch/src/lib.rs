@@ -11,6 +11,7 @@ mod secret;
 mod signal_pipe;
 mod spoken_wait;
 mod stop_signals;
+mod whole_output;
 
 pub use control::{
     Control, ControlConfig, Failure, FailureKind, Operation, RankGroup, Ticket, Verdict,
@@ -27,3 +28,4 @@ pub use rank_env::{RankEnv, StartedBy};
 pub use secret::Secret;
 pub use spoken_wait::{SpokenWait, WaitNotices};
 pub use stop_signals::{StopSignals, before_ending};
+pub use whole_output::{has_no_reader, write_whole};

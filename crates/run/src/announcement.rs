@@ -93,7 +93,7 @@ impl TrainingRun<'_> {
 }
 
 impl RunSpec {
-    /// Says what was chosen for the run, what is trained of the whole model, and what memory the ranks will take: how much.
+    /// Says what was chosen for the run, what is trained of the whole model, and what memory the ranks will take: how much, if it is not known.
     ///
     /// # Errors
     /// More than this machine has.
@@ -102,6 +102,7 @@ impl RunSpec {
         whole: &Parameters,
         ranks: &RunConfig,
         observers: &Observers,
+        known: Option<RanksMemory>,
     ) -> Result<RanksMemory> {
         if !self.taken.is_empty() {
             let taken: Vec<String> = self.taken.iter().map(ToString::to_string).collect();
@@ -139,7 +140,10 @@ impl RunSpec {
                 observers.note(line);
             }
         }
-        let memory = self.memory(&self.model()?)?;
+        let memory = match known {
+            Some(memory) => memory,
+            None => self.memory(&self.model()?)?,
+        };
         observers.note(format!(
             "memory of the largest rank, expected: {}",
             peaks_in_words(&memory.largest)

@@ -61,8 +61,9 @@ impl DryRun {
             ..
         } = opened;
         let mut spec = opened.spec.clone();
-        spec.choose_packing(&ranks.env)?;
-        spec.keep_activations(&ranks.env)?;
+        let known = spec.choose_packing(&ranks.env)?;
+        let is_other = spec.keep_activations(&ranks.env)?;
+        let known = known.filter(|_| !is_other);
         let training = &spec.training;
         let steps = training.batches.steps;
         let save = training.output.hf_save(None, model.sidecars.clone());
@@ -89,7 +90,7 @@ impl DryRun {
         let described = training.describe(None, steps, ranks);
         observers.note(format!("{title}: {described}"));
         observers.note("the data is not read: the model has no tokenizer.json");
-        let memory = spec.announce(whole, ranks, observers)?;
+        let memory = spec.announce(whole, ranks, observers, known)?;
         let mut needs = spec.space_needs(&save, whole, training.evaluation.has_data())?;
         needs.extend(spec.offload_needs(&memory, &ranks.env));
         tell_space(&needs, observers);

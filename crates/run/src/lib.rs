@@ -79,7 +79,7 @@ pub use idle::Idle;
 pub use observer::{Console, Observer, Observers, RunEvent};
 pub use output::{
     check_printed, exit_as_rank, exit_with, in_words, keep_printed, print_error, print_for_all,
-    print_line, print_message,
+    print_line, print_message, print_note,
 };
 pub use pretrain::{FromScratch, ModelArgs, Pretrain};
 pub use reading::{DataModel, TrainingData};

@@ -1,6 +1,5 @@
 //! What a run tells while it goes on, and who listens.
 
-use std::io::Write;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,7 +8,7 @@ use candle_comm::message_of;
 use candle_core::Result;
 use candle_trainer::{Progress, TrainEvent};
 
-use crate::output::{print_line, print_message};
+use crate::output::{print_line, print_message, print_note};
 
 /// What happens in a run.
 #[derive(Clone, Copy, Debug)]
@@ -193,9 +192,7 @@ impl Observer for Console {
             (RunEvent::Warning(warning), Some(progress)) => {
                 progress.println(&format!("warning: {warning}"));
             }
-            (RunEvent::Warning(warning), None) => {
-                let _ = writeln!(std::io::stderr(), "warning: {warning}");
-            }
+            (RunEvent::Warning(warning), None) => print_note(&format!("warning: {warning}")),
             (RunEvent::Failure(failure), _) => print_message(failure),
             (RunEvent::Sample { title, text }, _) => {
                 print_line(&format!("--- {title}\n{text}\n---"));

@@ -1,13 +1,15 @@
 //! What a program prints, and how it ends.
 
-use std::io::{ErrorKind, Write};
+use std::io::{stderr, stdout};
 use std::process::ExitCode;
 use std::sync::OnceLock;
 
 use candle_comm::launch::cannot_start;
 use candle_comm::message_of;
 use candle_core::{Error, Result};
-use candle_launch::{CANNOT_GO_ON_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
+use candle_launch::{
+    CANNOT_GO_ON_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE, has_no_reader, write_whole,
+};
 
 /// The first error of stdout, after which nothing more is written to it: half a line would be between others.
 static LOST: OnceLock<std::io::Error> = OnceLock::new();
@@ -15,7 +17,8 @@ static LOST: OnceLock<std::io::Error> = OnceLock::new();
 /// Prints a line on stdout. Nothing ends here if it cannot be written: [`check_printed`] tells at the end.
 pub fn print_line(line: &str) {
     if LOST.get().is_none() {
-        keep_printed(writeln!(std::io::stdout(), "{line}"));
+        let line = format!("{line}\n");
+        keep_printed(write_whole(&mut stdout().lock(), line.as_bytes()));
     }
 }
 
@@ -26,14 +29,15 @@ pub fn keep_printed(written: std::io::Result<()>) {
     }
 }
 
-/// An error if a line was lost, such as on a full disk. A reader that has gone away (`| head`) has enough, and is none.
+/// An error if a line was lost, such as on a full disk. A reader that has gone away (`| head`) has enough, and is none; nor is a terminal that is
+/// gone.
 ///
 /// # Errors
 /// See above.
 pub fn check_printed() -> Result<()> {
-    keep_printed(std::io::stdout().flush());
+    keep_printed(write_whole(&mut stdout().lock(), &[]));
     match LOST.get() {
-        Some(err) if err.kind() != ErrorKind::BrokenPipe => {
+        Some(err) if !has_no_reader(err) => {
             Err(Error::msg(format!("cannot write to stdout: {err}")))
         }
         _ => Ok(()),
@@ -83,7 +87,12 @@ pub fn print_for_all(message: &str) {
 
 /// Prints what is wrong, a sentence with hints below.
 pub fn print_message(message: &str) {
-    let _ = writeln!(std::io::stderr(), "error: {message}");
+    print_note(&format!("error: {message}"));
+}
+
+/// Prints a line on stderr. That it cannot be written ends nothing.
+pub fn print_note(line: &str) {
+    let _ = write_whole(&mut stderr().lock(), format!("{line}\n").as_bytes());
 }
 
 /// The exit code of a run that was refused before its first step: starting it again would not help. One that was started before may have run

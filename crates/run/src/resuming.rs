@@ -7,6 +7,7 @@ use candle_trainer::{
     Activity, DataPosition, EvalHistory, LossHistory, TrainConfig, TrainingRecord,
 };
 
+use crate::args::lora::LoraArgs;
 use crate::training_run::TrainingRun;
 
 /// What a run goes on from.
@@ -47,7 +48,8 @@ impl TrainingRun<'_> {
             }
             return Ok(None);
         };
-        let earlier = TrainingRecord::of(&checkpoint)?;
+        let mut earlier = TrainingRecord::of(&checkpoint)?;
+        LoraArgs::rewrite_targets(&mut earlier);
         let changed = record.check(&earlier, args.resume_anyway || is_restart)?;
         for change in changed.iter().filter(|_| is_first) {
             self.observers.warn(change);

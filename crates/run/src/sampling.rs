@@ -23,7 +23,7 @@ impl TrainingRun<'_> {
             // A sample ends where the model's positions do; nothing is computed of its last token.
             max_new_tokens: args.sample_tokens.min(
                 config
-                    .max_seq_len()
+                    .max_text_len()
                     .saturating_sub(prompt.len())
                     .saturating_add(1),
             ),

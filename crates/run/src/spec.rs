@@ -300,40 +300,41 @@ impl RunSpec {
     }
 
     /// Lets those weights stay packed for products on the CPU that gain by it, if the ranks of this machine are expected to leave an eighth of what it has left
-    /// then, and if no flag says which, or asks for less memory.
-    pub(crate) fn choose_packing(&mut self, env: &RankEnv) -> Result<()> {
+    /// then, and if no flag says which, or asks for less memory. What all ranks will hold, if that was worked out.
+    pub(crate) fn choose_packing(&mut self, env: &RankEnv) -> Result<Option<RanksMemory>> {
         let is_open = self.training.layout.pack_weights == PackChoice::Auto;
         if !is_open || self.on_gpus || self.training.strategy.num_servers() > 0 {
-            return Ok(());
+            return Ok(None);
         }
         let (num_micro_batches, _) = self.micro_batches();
         let layout = &self.training.layout;
         let wanted = layout.packing(num_micro_batches);
         if wanted == PackWeights::Off || self.lora.has_smaller_base(layout.dtype()) {
-            return Ok(());
+            return Ok(None);
         }
         let (model, left) = (self.model()?, memory_left().unwrap_or(0));
+        let mut memory = None;
         for pack_weights in [wanted, PackWeights::Frozen, PackWeights::Off] {
             self.pack_weights = pack_weights;
             let (here, _) = self.ranks_here(env);
-            let (peaks, _) = self.memory(&model)?.of(here, self.degrees());
+            let (peaks, _) = memory.insert(self.memory(&model)?).of(here, self.degrees());
             if peaks <= left - left / 8 {
                 break;
             }
         }
-        Ok(())
+        Ok(memory)
     }
 
     /// Lets as many activations stay in memory, of those that would go to files, as have room in half of what the machine has left beside what its
-    /// ranks are expected to take. None stay if a folder is memory itself.
-    pub(crate) fn keep_activations(&mut self, env: &RankEnv) -> Result<()> {
+    /// ranks are expected to take. None stay if a folder is memory itself. Whether it did.
+    pub(crate) fn keep_activations(&mut self, env: &RankEnv) -> Result<bool> {
         let offload = self.training.layout.offload();
         let go_to_disk = offload.activations
             && !offload.dirs.is_empty()
             && !offload.is_in_memory()
             && !self.on_gpus;
         if !go_to_disk || self.training.strategy.num_servers() > 0 {
-            return Ok(());
+            return Ok(false);
         }
         let (here, _) = self.ranks_here(env);
         let num_ranks = here.len().max(1) as u64;
@@ -342,7 +343,7 @@ impl RunSpec {
         // Before any weight is there.
         let left = memory_left().unwrap_or(0).saturating_sub(peaks);
         self.kept_activations = left / 2 / num_ranks;
-        Ok(())
+        Ok(true)
     }
 
     /// The room that the ranks of this machine take in the folders of what is offloaded.
@@ -481,11 +482,17 @@ mod tests {
                 format!("model = 'm'\ndata = ['d.txt']\nseq-len = 16\nlora-rank = 2\n{flags}");
             let run = Finetune::from_table(&toml::from_str(&all).unwrap()).unwrap();
             let mut spec = run.spec(&config, 1).unwrap();
-            spec.choose_packing(&RankEnv::from_env().unwrap()).unwrap();
+            let memory = spec.choose_packing(&RankEnv::from_env().unwrap());
+            if let Some(memory) = memory.unwrap() {
+                let again = spec.memory(&spec.model().unwrap()).unwrap();
+                assert_eq!(memory.peak, again.peak);
+            }
             spec.pack_weights
         };
         assert_eq!(packed(""), PackWeights::All);
         assert_eq!(packed("global-batch-size = 1"), PackWeights::Frozen);
+        // It trains as none does.
+        assert_eq!(packed("recompute = 'selective'"), PackWeights::All);
         assert_eq!(
             packed("dtype = 'bf16'\nbase-dtype = 'bf16'"),
             PackWeights::All

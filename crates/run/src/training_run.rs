@@ -91,6 +91,8 @@ pub(crate) struct Settled {
     pub record: TrainingRecord,
     /// What it is called, if it begins.
     pub name: String,
+    /// What all ranks will hold, if that is known.
+    pub memory: Option<RanksMemory>,
 }
 
 /// Files that tell what a model is, and not what an adapter is.
@@ -156,8 +158,8 @@ impl TrainingRun<'_> {
         let model = self.initial_weights.folder();
         let warning = (self.spec.lora).check(self.base_model.as_deref().zip(model))?;
         self.data.warnings.extend(warning);
-        self.spec.choose_packing(&self.ranks.env)?;
-        self.spec.keep_activations(&self.ranks.env)?;
+        let memory = self.spec.choose_packing(&self.ranks.env)?;
+        let is_other = self.spec.keep_activations(&self.ranks.env)?;
         let (training, data) = (&self.spec.training, &self.data);
         let vocab_size = self.spec.config.vocab_size;
         for samples in std::iter::once(&data.samples).chain(&data.eval_samples) {
@@ -194,6 +196,7 @@ impl TrainingRun<'_> {
             save,
             record,
             name,
+            memory: memory.filter(|_| !is_other),
         })
     }
 
@@ -208,7 +211,8 @@ impl TrainingRun<'_> {
         training.logs.check(output, steps, of)?;
         self.check_gguf(&settled.save)?;
         self.announce_start(&settled.train);
-        self.spec.announce(&self.whole, ranks, &self.observers)
+        let memory = settled.memory.clone();
+        (self.spec).announce(&self.whole, ranks, &self.observers, memory)
     }
 
     /// The GGUF file that is written at the end, if one is.
@@ -345,6 +349,7 @@ impl TrainingRun<'_> {
             save,
             record,
             name,
+            ..
         }: &Settled,
         ranks: &RunConfig,
         mesh: &Mesh,

@@ -69,8 +69,8 @@ impl TensorBoard {
         Ok(events)
     }
 
-    /// The run whose curves the folder `dir` has, that of its newest event file; without a name if an earlier version or another program has
-    /// written that. `None` if there is none.
+    /// The run whose curves the folder `dir` has, that of the newest event file that this program has written; without a name if an earlier
+    /// version of it has, or if there are only those of other programs, such as a profiler. `None` if there is none.
     ///
     /// # Errors
     /// A folder that cannot be read.
@@ -79,20 +79,21 @@ impl TensorBoard {
         if !dir.is_dir() {
             return Ok(None);
         }
-        let mut newest: Option<String> = None;
+        let is_own = |name: &str| name.starts_with(PREFIX) && name.ends_with(SUFFIX);
+        let mut newest: Option<(bool, String)> = None;
         for entry in std::fs::read_dir(dir).map_err(|err| cannot_write(dir, &err))? {
             let entry = entry.map_err(|err| cannot_write(dir, &err))?;
             let name = entry.file_name().to_string_lossy().into_owned();
             // As TensorBoard looks for them.
             if name.contains("tfevents") {
-                newest = newest.max(Some(name));
+                newest = newest.max(Some((is_own(&name), name)));
             }
         }
         let run = |name: String| {
             let own = name.strip_prefix(PREFIX)?.strip_suffix(SUFFIX)?;
             own.split('.').nth(2).map(str::to_string)
         };
-        Ok(newest.map(|name| run(name).unwrap_or_default()))
+        Ok(newest.map(|(_, name)| run(name).unwrap_or_default()))
     }
 
     /// Checks that this run can write to the folder `dir`, or make it, without changing anything.

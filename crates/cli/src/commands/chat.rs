@@ -7,6 +7,7 @@ use std::ops::ControlFlow;
 
 use candle_comm::ProcessGroup;
 use candle_core::{Error, Result, bail};
+use candle_train_run::{in_words, print_note};
 use candle_trainer::{Chat, ChatTemplate};
 use serde_json::{Value, json};
 
@@ -41,8 +42,10 @@ impl<'a> Conversation<'a> {
     pub fn hold(&mut self, first: Option<&str>, writer: &mut Writer<'_>) -> Result<()> {
         let is_first = writer.world().rank() == 0;
         let mut keyboard = is_first.then(Keyboard::open).transpose()?;
-        if let Some(first) = first {
-            self.answer(first, keyboard.as_ref(), writer)?;
+        if let Some(first) = first
+            && let Some(refused) = self.answer(first, keyboard.as_ref(), writer)?
+        {
+            return Err(refused);
         }
         let mut has_said = first.is_some();
         loop {
@@ -58,11 +61,15 @@ impl<'a> Conversation<'a> {
             has_said = true;
             let tell = |text: &str| {
                 if is_first {
-                    eprintln!("{text}");
+                    print_note(text);
                 }
             };
             match Input::of(&line) {
-                Input::Says(text) => self.answer(&text, keyboard.as_ref(), writer)?,
+                Input::Says(text) => {
+                    if let Some(refused) = self.answer(&text, keyboard.as_ref(), writer)? {
+                        tell(&in_words(&refused));
+                    }
+                }
                 Input::Clear => {
                     self.begin();
                     tell("the conversation begins anew");
@@ -90,20 +97,25 @@ impl<'a> Conversation<'a> {
         self.messages = system.map(|text| message("system", text)).collect();
     }
 
-    /// Has the model answer `turn`, until Ctrl-C at the keyboard, if there is one.
+    /// Has the model answer `turn`, until Ctrl-C at the keyboard, if there is one. One with which the conversation is too long is left out: why.
     fn answer(
         &mut self,
         turn: &str,
         keyboard: Option<&Keyboard>,
         writer: &mut Writer<'_>,
-    ) -> Result<()> {
+    ) -> Result<Option<Error>> {
         self.messages.push(message("user", turn));
         let chat = Chat::from_json(&self.messages).map_err(Error::msg)?;
         let prompt = self.template.generation_prompt(&chat)?;
+        let prompt = writer.model.tokenizer.encode(&prompt)?;
+        if let Err(refused) = writer.model.limits_after(prompt.len()) {
+            self.messages.pop();
+            return Ok(Some(refused));
+        }
         let world = writer.world().clone();
         // One from before is not meant for this answer.
         keyboard.map(Keyboard::is_interrupted);
-        let answer = writer.answer(&prompt, || {
+        let answer = writer.write(&prompt, false, || {
             let is_over = keyboard.is_some_and(Keyboard::is_interrupted);
             let all = world.all_gather_bytes(&[u8::from(is_over)])?;
             Ok(match all.first().map(Vec::as_slice) {
@@ -112,7 +124,7 @@ impl<'a> Conversation<'a> {
             })
         })?;
         self.messages.push(message("assistant", answer.trim()));
-        Ok(())
+        Ok(None)
     }
 }
 

@@ -3,14 +3,14 @@
 use std::process::ExitCode;
 
 use candle_launch::RankEnv;
-use candle_train_run::{exit_with, print_line};
+use candle_train_run::{exit_with, print_line, print_note};
 
 /// Prints what the variables of the launcher say.
 pub(crate) fn print_env() -> ExitCode {
     let env = match RankEnv::from_env() {
         Ok(env) => env,
         Err(error) => {
-            eprintln!("candle-train: {error}");
+            print_note(&format!("candle-train: {error}"));
             return ExitCode::FAILURE;
         }
     };

@@ -11,7 +11,7 @@ use candle_parallel::checkpoint::{
 use candle_train_models::{CausalLm, GgufType, ModelConfig};
 use candle_train_run::{
     GgufExport, GgufSource, WEIGHTS, base_of, check_base, choice, digest_of_weights, is_adapter,
-    num_bytes, print_line, refuse_adapter,
+    num_bytes, print_line, print_note, refuse_adapter,
 };
 use candle_trainer::hub::{is_gguf, resolve_model};
 use candle_trainer::{Activity, TrainingRecord};
@@ -118,7 +118,7 @@ impl Export {
             };
             let model = resolve_model(&base)?;
             if let Some(warning) = check_base(dir, &base, &model)? {
-                eprintln!("warning: {warning}");
+                print_note(&format!("warning: {warning}"));
             }
             let adapter = dir.to_path_buf();
             return Ok(GgufSource::Adapter { model, adapter });

@@ -12,7 +12,7 @@ use candle_parallel::{Adapter, ParamStore, Pipeline, Schedule, WeightFormat};
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_train_run::{
     GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, choice, other_forms,
-    real, whole,
+    print_note, real, whole,
 };
 use candle_trainer::hub::{is_gguf, resolve_model};
 use candle_trainer::{
@@ -26,6 +26,8 @@ use crate::commands::chat::Conversation;
 use crate::commands::writer::{Model, Writer};
 
 const A_WEEK: Duration = Duration::from_secs(604_800);
+/// Where no flag says.
+const MAX_NEW_TOKENS: usize = 256;
 
 /// Let a model continue a text, or answer in a chat
 #[derive(Parser, Debug)]
@@ -56,9 +58,9 @@ pub(crate) struct Generate {
     /// What a chat template that asks for the date takes for today [default: today]
     #[arg(long, value_name = "YYYY-MM-DD")]
     date: Option<Date>,
-    /// Longest continuation or answer
-    #[arg(long, default_value_t = 256, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
-    max_new_tokens: usize,
+    /// Longest continuation or answer; a continuation that does not fit the model's positions is an error [default: 256, or what fits]
+    #[arg(long, value_name = "TOKENS", value_parser = whole::<usize>(1..))]
+    max_new_tokens: Option<usize>,
     /// Randomness; 0: always the most likely token [default: that of generation_config.json, else 0]
     #[arg(long, value_parser = real(0.0..))]
     temperature: Option<f64>,
@@ -145,10 +147,10 @@ impl Generate {
         let warning = adapter.map_or(Ok(None), |dir| check_base(dir, &named.model, &model.dir))?;
         if ranks.is_first() {
             if named.model != self.model {
-                eprintln!(
+                print_note(&format!(
                     "{} is an adapter: it is used with its model, {}",
                     self.model, named.model
-                );
+                ));
             }
             // Other markers in several tokens are no trouble to a model that has learned them so.
             let chosen = model
@@ -158,7 +160,7 @@ impl Generate {
             let fit = chosen.map(|template| template.fit(&model.tokenizer));
             let fit = fit.filter(|fit| fit.end_of_turn_id.is_none());
             for warning in warning.into_iter().chain(fit.and_then(|fit| fit.warning())) {
-                eprintln!("warning: {warning}");
+                print_note(&format!("warning: {warning}"));
             }
         }
         launch::run(&ranks, |world| {
@@ -255,10 +257,11 @@ impl Generate {
         Ok(Model {
             limits: GenerateConfig {
                 max_context: config.max_seq_len(),
-                max_new_tokens: self.max_new_tokens,
+                max_new_tokens: self.max_new_tokens.unwrap_or(MAX_NEW_TOKENS),
                 eos_ids,
                 use_cache: true,
             },
+            must_fit: self.max_new_tokens.is_some() && !self.chat,
             sampling: self.sampling(generation)?,
             has_own_settings: *generation != GenerationFile::default(),
             adapter: None,
@@ -354,14 +357,13 @@ impl Generate {
         if mesh.world.rank() == 0
             && let Some(warning) = self.ranks.warning_of_precision(mesh.world.device())
         {
-            eprintln!("warning: {warning}");
+            print_note(&format!("warning: {warning}"));
         }
         let vb = store.builder(self.dtype, mesh.world.device());
         let part = CausalLm::part(&model.config, &mesh, &vb)?;
         if let (Some(format), 0) = (self.base_dtype, mesh.world.rank()) {
-            for line in other_forms(format, part.params()) {
-                eprintln!("{line}");
-            }
+            let lines = other_forms(format, part.params());
+            lines.iter().for_each(|line| print_note(line));
         }
         Ok(Writer {
             part,

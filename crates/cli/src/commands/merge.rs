@@ -9,7 +9,9 @@ use candle_parallel::Adapter;
 use candle_parallel::checkpoint::{
     Checkpoint, HfSave, merge_adapter, sidecar_files, with_config_dtype,
 };
-use candle_train_run::{base_of, check_base, choice, exit_with, print_line, refuse_adapter};
+use candle_train_run::{
+    base_of, check_base, choice, exit_with, print_line, print_note, refuse_adapter,
+};
 use candle_trainer::hub::resolve_model;
 use candle_trainer::{Activity, ChatTemplate, Tokenizer, counted};
 use clap::Args;
@@ -52,7 +54,7 @@ impl Merge {
         };
         let model = resolve_model(&named)?;
         if let Some(warning) = check_base(&self.adapter, &named, &model)? {
-            eprintln!("warning: {warning}");
+            print_note(&format!("warning: {warning}"));
         }
         let dtype = self.save_dtype;
         let mut sidecars = with_config_dtype(sidecar_files(&model)?, dtype)?;

@@ -5,7 +5,8 @@ use std::path::Path;
 use candle_core::{Error, Result};
 use candle_train_models::ModelConfig;
 use candle_train_run::{
-    DataArgs, DataModel, Idle, NamedModel, SequenceArgs, default_seq_len, print_line, whole,
+    DataArgs, DataModel, Idle, NamedModel, SequenceArgs, default_seq_len, print_line, print_note,
+    whole,
 };
 use candle_trainer::hub::resolve_tokenizer;
 use candle_trainer::{Sample, Tokenizer};
@@ -64,7 +65,7 @@ impl Preview {
         };
         let data = self.data.preview(of_model, (&sequences, self.seed))?;
         for warning in &data.warnings {
-            eprintln!("warning: {warning}");
+            print_note(&format!("warning: {warning}"));
         }
         let samples = &data.samples;
         let text = PreviewText::new(&tokenizer);

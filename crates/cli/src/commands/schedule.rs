@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use candle_core::{Error, Result};
 use candle_parallel::{PipelineLayout, Plan, Simulation, StageTimes, Times};
-use candle_train_run::{ScheduleArgs, comma_list, print_line, whole};
+use candle_train_run::{ScheduleArgs, comma_list, print_line, print_note, whole};
 use candle_trainer::counted;
 
 use crate::pictures::timeline::{draw_schedule, micro_batches};
@@ -87,7 +87,7 @@ impl ScheduleCommand {
         if let Some(output) = &self.output {
             draw_schedule(&plan, &simulation, &name, output)?;
             // Beside what stdout has, which may be a file's.
-            eprintln!("wrote {}", output.display());
+            print_note(&format!("wrote {}", output.display()));
         }
         match self.csv {
             true => print_line(plan.to_csv().trim_end()),

@@ -1,13 +1,15 @@
 //! A model that writes texts to stdout, token by token.
 
-use std::io::{ErrorKind, Write};
+use std::io::stdout;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Error, Result, bail};
+use candle_launch::{has_no_reader, write_whole};
 use candle_parallel::{ModelPart, Pipeline};
 use candle_train_models::ModelConfig;
+use candle_train_run::print_note;
 use candle_trainer::{ChatTemplate, GenerateConfig, Sampler, SamplingConfig, Tokenizer, generate};
 
 /// What the ranks share.
@@ -19,6 +21,8 @@ pub(crate) struct Model {
     /// Of a conversation.
     pub(crate) template: Option<ChatTemplate>,
     pub(crate) limits: GenerateConfig,
+    /// Whether a text that ends before `limits` at the model's positions is an error.
+    pub(crate) must_fit: bool,
     pub(crate) sampling: SamplingConfig,
     /// Whether its files say how its texts are made.
     pub(crate) has_own_settings: bool,
@@ -64,20 +68,19 @@ impl Model {
     ///
     /// # Errors
     /// A prompt that is longer.
-    fn limits_after(&self, num_tokens: usize) -> Result<GenerateConfig> {
-        let limits = &self.limits;
-        if beyond(&self.config).is_some() {
-            return Ok(limits.clone());
-        }
-        if num_tokens > limits.max_context {
+    pub(crate) fn limits_after(&self, num_tokens: usize) -> Result<GenerateConfig> {
+        let (limits, max) = (&self.limits, self.config.max_text_len());
+        if num_tokens > max {
+            let (what, hint) = match self.template {
+                Some(_) => ("conversation", "/clear begins anew, with a shorter turn"),
+                None => ("prompt", "a shorter prompt"),
+            };
             bail!(
-                "the prompt has {num_tokens} tokens, and the model takes {} at most (max_position_embeddings)\nhint: a shorter prompt or \
-                 conversation",
-                limits.max_context
+                "the {what} has {num_tokens} tokens, and the model takes {max} at most (max_position_embeddings)\nhint: {hint}"
             );
         }
         // Nothing is computed of the last one.
-        let room = limits.max_context - num_tokens + 1;
+        let room = (max - num_tokens).saturating_add(1);
         Ok(GenerateConfig {
             max_new_tokens: limits.max_new_tokens.min(room),
             ..limits.clone()
@@ -87,16 +90,16 @@ impl Model {
 
 /// What a model does beyond its positions, in words, if it is made to go on there.
 fn beyond(config: &ModelConfig) -> Option<String> {
+    if config.max_text_len() != usize::MAX {
+        return None;
+    }
     let positions = config.max_position_embeddings;
     if config.max_seq_len() == usize::MAX {
         return Some(format!(
             "the text is longer than the model's {positions} positions: from here on rope_type dynamic changes its frequencies"
         ));
     }
-    let windows: Option<Vec<usize>> = (0..config.num_hidden_layers)
-        .map(|layer| config.window(layer))
-        .collect();
-    let window = windows?.into_iter().max()?;
+    let window = config.windows.iter().flatten().max()?;
     Some(format!(
         "the text is longer than the model's {positions} positions: from here on all but its last {} tokens are left out, of which a \
          layer sees {window} at a time",
@@ -110,19 +113,9 @@ impl Writer<'_> {
         &self.mesh.world
     }
 
-    /// Writes what comes after a prompt, as it comes, and returns it; each of its tokens is followed by the question, which all ranks
-    /// must answer alike, whether it `goes_on`.
-    pub(crate) fn answer(
-        &mut self,
-        prompt: &str,
-        goes_on: impl FnMut() -> Result<ControlFlow<()>>,
-    ) -> Result<String> {
-        let ids = self.model.tokenizer.encode(prompt)?;
-        self.write(&ids, false, goes_on)
-    }
-
-    /// As [`Self::answer`], of tokens, in both cases after the prompt if that `is_shown`: a decoder may leave out the space with which a
-    /// text of its own would begin.
+    /// Writes what comes after a prompt, as it comes, and returns it, in both cases after the prompt if that `is_shown`: a decoder may leave out
+    /// the space with which a text of its own would begin. Each of its tokens is followed by the question, which all ranks must answer alike,
+    /// whether it `goes_on`.
     pub(crate) fn write(
         &mut self,
         prompt: &[u32],
@@ -136,7 +129,7 @@ impl Writer<'_> {
             bail!("the prompt has no tokens; expected some text");
         }
         if is_first && !std::mem::replace(&mut self.has_told, true) && model.is_special() {
-            eprintln!("{}", model.in_words());
+            print_note(&model.in_words());
         }
         let limits = model.limits_after(prompt.len())?;
         let mut num_written = 0;
@@ -169,7 +162,7 @@ impl Writer<'_> {
                     if is_beyond && !std::mem::replace(&mut self.has_told_length, true) {
                         beyond(&model.config)
                             .iter()
-                            .for_each(|line| eprintln!("{line}"));
+                            .for_each(|line| print_note(line));
                     }
                 }
                 goes_on()
@@ -181,22 +174,32 @@ impl Writer<'_> {
             write_out("\n")?;
         }
         if ids.len() == limits.max_new_tokens && ids.len() < model.limits.max_new_tokens {
-            bail!(
-                "the text has reached the model's {} positions (max_position_embeddings), and could be longer\nhint: a shorter prompt or \
-                 conversation, or --max-new-tokens {}",
-                limits.max_context,
-                limits.max_new_tokens
+            let hint = match &model.template {
+                Some(_) => "/clear begins anew".to_string(),
+                None => format!(
+                    "a shorter prompt, or --max-new-tokens {}",
+                    limits.max_new_tokens
+                ),
+            };
+            let said = format!(
+                "the text has reached the model's {} positions (max_position_embeddings), and could be longer\nhint: {hint}",
+                limits.max_context
             );
+            if model.must_fit {
+                return Err(Error::msg(said));
+            }
+            if is_first {
+                print_note(&said);
+            }
         }
         Ok(text)
     }
 }
 
 fn write_out(text: &str) -> Result<()> {
-    let mut out = std::io::stdout();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    match write_whole(&mut stdout().lock(), text.as_bytes()) {
         // Who reads has enough, as `head` has: nothing else is left to do.
-        Err(err) if err.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+        Err(err) if has_no_reader(&err) => std::process::exit(0),
         written => written.map_err(|err| Error::msg(format!("cannot write to stdout: {err}"))),
     }
 }

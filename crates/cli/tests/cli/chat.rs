@@ -81,6 +81,33 @@ fn a_conversation_remembers_and_ends() {
     assert_eq!(chat(&workspace, "One.", 1).stdout, answer);
 }
 
+#[test]
+fn at_the_models_positions_a_conversation_goes_on() {
+    let workspace = workspace();
+    workspace.edit_config(|config| config["max_position_embeddings"] = 48.into());
+    let turn = "Two and three. ".repeat(20);
+    let typed = format!("printf '%s' 'One.\n{turn}\n/clear\nOne.\n' | \"$0\" \"$@\"");
+    let shell = ["sh", "-c", &typed].map(String::from);
+    let program = generate(&workspace).flag("--max-new-tokens", 1000);
+    let program = program.switch("--chat");
+    for tp in [1, 2] {
+        let program = program.clone().under(shell.to_vec()).flag("--tp", tp);
+        let outcome = program.succeeds();
+        let (first, second) = outcome.stdout.split_at(outcome.stdout.len() / 2);
+        assert!(first.len() > 10 && first == second, "{}", outcome.stdout);
+        for (part, count) in [
+            ("the text has reached the model's 48 positions", 2),
+            ("the conversation has ", 1),
+            ("hint: /clear begins anew", 3),
+        ] {
+            let said = outcome.stderr.matches(part).count();
+            assert_eq!(said, count, "{part:?} in {}", outcome.stderr);
+        }
+    }
+    let first = program.flag("--prompt", &turn).run();
+    first.assert_error(&["the conversation has ", "takes 48 at most"]);
+}
+
 /// A program at a terminal.
 struct Terminal {
     child: Child,

@@ -1,8 +1,15 @@
 //! A disk that has no room for the checkpoint or the metrics.
 
 use std::fs;
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use nix::pty::openpty;
 
 use super::folder::{names, read_checkpoint};
 use super::program::Program;
@@ -175,6 +182,97 @@ fn a_launcher_tells_that_lines_of_its_ranks_were_lost() {
     let said = "cannot write to stdout: No space left";
     assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
     assert_eq!(program.without_reader().run().code, Some(0));
+}
+
+/// The program with this stdout.
+fn printing_to(stdout: impl Into<OwnedFd>, args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_candle-train"));
+    let command = command
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(stdout.into());
+    command.output().unwrap()
+}
+
+#[test]
+fn a_terminal_that_is_gone_is_no_error() {
+    let workspace = Workspace::new();
+    let model = workspace.path("model").display().to_string();
+    for args in [
+        &["schedule"][..],
+        &["generate", "--model", &model, "--prompt", "The"],
+        &["launch", "--nproc-per-node=1", "echo", "hello"],
+        &["launch", "--nproc-per-node=1", "--dry-run", "echo"],
+    ] {
+        let pty = openpty(None, None).unwrap();
+        drop(pty.master);
+        let ended = printing_to(pty.slave, args);
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert!(ended.status.success(), "{args:?}: {said}");
+        assert!(!said.contains("cannot write"), "{args:?}: {said}");
+    }
+}
+
+#[test]
+fn a_full_pipe_that_does_not_wait_by_itself_is_waited_for() {
+    let schedule = ["schedule", "--csv", "--micro-batches", "30000"];
+    let text = Command::new(env!("CARGO_BIN_EXE_candle-train"))
+        .args(schedule)
+        .output()
+        .unwrap();
+    for args in [
+        &schedule[..],
+        &[
+            &[
+                "launch",
+                "--nproc-per-node=1",
+                env!("CARGO_BIN_EXE_candle-train"),
+            ],
+            &schedule[..],
+        ]
+        .concat(),
+    ] {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        let reader = std::thread::spawn(move || {
+            let mut all = Vec::new();
+            sleep(Duration::from_millis(300));
+            ours.read_to_end(&mut all).unwrap();
+            all
+        });
+        let ended = printing_to(theirs, args);
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert!(ended.status.success(), "{said}");
+        let got = String::from_utf8(reader.join().unwrap()).unwrap();
+        // A launcher shows long lines in parts.
+        let got: String = got.split("\n[rank 0] ").collect();
+        let got = got.trim_start_matches("[rank 0] ").replace('\n', "");
+        assert!(text.stdout.len() > 1_000_000, "{}", text.stdout.len());
+        assert!(got == String::from_utf8_lossy(&text.stdout).replace('\n', ""));
+    }
+}
+
+#[test]
+fn a_full_stderr_ends_nothing() {
+    if !Path::new("/dev/full").exists() {
+        println!("skipped: this system has no /dev/full");
+        return;
+    }
+    let workspace = Workspace::new();
+    let generate = candle_train("generate").flag("--model", workspace.path("model").display());
+    let picture = workspace.path("a.svg");
+    for (program, code) in [
+        (candle_train("schedule").flag("-o", picture.display()), 0),
+        (
+            generate.flag("--prompt", "The").flag("--base-dtype", "q4k"),
+            0,
+        ),
+        (candle_train("env").variable("WORLD_SIZE", "none"), 1),
+    ] {
+        let words = ["sh", "-c", "exec \"$@\" 2>/dev/full", "sh"];
+        let outcome = program.under(words.map(String::from).to_vec()).run();
+        assert_eq!(outcome.code, Some(code), "{}", outcome.stdout);
+    }
 }
 
 #[test]

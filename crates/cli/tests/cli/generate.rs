@@ -60,6 +60,10 @@ fn a_text_ends_with_an_error_at_the_models_positions_or_a_line_says_why_it_goes_
     let room = long.stderr.split("--max-new-tokens ").nth(1).unwrap();
     let room: usize = room.trim().parse().unwrap();
     assert_eq!(program(room).succeeds().stdout, long.stdout);
+    // Nobody has asked for more.
+    let open = program(1).without("--max-new-tokens").succeeds();
+    assert_eq!(open.stdout, long.stdout);
+    assert!(open.stderr.contains(parts[0]), "{}", open.stderr);
     let prompt = program(1).flag("--prompt", "The Queen of Hearts made some tarts");
     refused(prompt, &["error: the prompt has ", "takes 8 at most"]);
     workspace.edit_config(|config| {
@@ -78,6 +82,27 @@ fn a_text_ends_with_an_error_at_the_models_positions_or_a_line_says_why_it_goes_
         "{}",
         outcome.stdout
     );
+}
+
+#[test]
+fn samples_of_a_run_end_where_texts_do() {
+    let workspace = Workspace::new();
+    let prompt = "The Queen of Hearts made some tarts";
+    workspace.edit_config(|config| config["max_position_embeddings"] = 16.into());
+    let program = workspace.finetune().flag("--prompt", prompt);
+    let program = program.flag("--sample-tokens", 30);
+    let parts = ["--prompt has ", "the model takes 16 at most"];
+    workspace.refuses(&program, &parts);
+    workspace.edit_config(|config| {
+        config["model_type"] = "mistral".into();
+        config["architectures"] = serde_json::json!(["MistralForCausalLM"]);
+        config["sliding_window"] = 8.into();
+    });
+    let sample = program.flag("--temperature", 0).succeeds().stdout;
+    let text = generate(&workspace).flag("--max-new-tokens", 30);
+    let text = text.flag("--prompt", prompt).succeeds().stdout;
+    assert!(text.len() > prompt.len() + 20, "{text}");
+    assert!(sample.contains(text.trim_end()), "{text:?} {sample:?}");
 }
 
 /// Weights in another form are others, which a long text of unlikely tokens shows.

@@ -129,7 +129,7 @@ fn abort(ctx: &Context, exit_code: &AtomicU8) -> ! {
 /// Prints why a rank failed, unless another one does. In one piece, as other processes write to the same terminal.
 fn say_failed(rank: usize, message: &str) {
     if let Some(words) = words_of_failed(rank, message) {
-        eprint!("{words}");
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), words.as_bytes());
     }
 }
 

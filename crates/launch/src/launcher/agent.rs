@@ -47,7 +47,9 @@ pub fn run_agent(front: Option<&str>) -> ExitCode {
     if let Some(front) = front
         && let Err(error) = call_front(front)
     {
-        eprintln!("candle-train: the agent cannot reach the launcher: {front}: {error}");
+        super::front::say(&format!(
+            "the agent cannot reach the launcher: {front}: {error}"
+        ));
         return ExitCode::FAILURE;
     }
     let (sender, events) = mpsc::channel();

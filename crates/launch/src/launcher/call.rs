@@ -93,7 +93,7 @@ pub(super) fn call_as_told(front: &str, caller: &Caller) -> Result<Call> {
 /// process.
 pub fn reach(front: &RendezvousAddress, host: &str, words: &[String]) -> ExitCode {
     let (host, command) = (host.to_string(), words.join(" "));
-    let failed = format!("candle-train: cannot reach host {host} through {front}");
+    let failed = format!("cannot reach host {host} through {front}");
     let called = call_as_told(&front.to_string(), &Caller::Shell { host, command });
     let passed = called.and_then(|call| {
         let (from, mut to) = (call.stream.try_clone()?, call.stream);
@@ -109,7 +109,7 @@ pub fn reach(front: &RendezvousAddress, host: &str, words: &[String]) -> ExitCod
     match passed {
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("{failed}: {error}");
+            super::front::say(&format!("{failed}: {error}"));
             ExitCode::FAILURE
         }
     }

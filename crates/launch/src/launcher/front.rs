@@ -10,7 +10,7 @@ mod restarts;
 mod run;
 mod verdict;
 
-use std::io::{ErrorKind, Write, stderr, stdout};
+use std::io::{Write, stderr, stdout};
 use std::net::TcpStream;
 use std::path::Path;
 use std::process::{ExitCode, Stdio};
@@ -27,7 +27,7 @@ use super::layout::Layout;
 use super::mpi::{self, Mpi};
 use super::wire::Report;
 use super::{dry_run, member, process_tree, program, signals};
-use crate::{Error, Result};
+use crate::{Error, Result, has_no_reader, write_whole};
 use door::Door;
 use labelled_output::{LabelledOutput, RankOutputs};
 use process::Process;
@@ -83,8 +83,10 @@ fn try_launch(config: &LaunchConfig) -> Result<Outcome> {
         program::find(&plan.program, Path::new(&plan.folder))?;
     }
     if config.dry_run {
-        return match dry_run::print(&layout, &mut stdout()) {
-            Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+        let mut text = Vec::new();
+        let printed = dry_run::print(&layout, &mut text);
+        return match printed.and_then(|()| write_whole(&mut stdout(), &text)) {
+            Err(error) if !has_no_reader(&error) => {
                 Err(Error::Launch(format!("cannot write to stdout: {error}")))
             }
             _ => Ok(Outcome::last(0, None)),
@@ -186,7 +188,7 @@ impl Front<'_> {
     }
 }
 
-fn say(sentence: &str) {
+pub(super) fn say(sentence: &str) {
     let _ = writeln!(stderr(), "candle-train: {sentence}");
 }
 

@@ -137,7 +137,7 @@ impl Line {
         }
         std::thread::spawn(move || {
             end(if is_first { PATIENCE } else { Duration::ZERO });
-            eprintln!("candle-train: stopped by {}", signal.as_str());
+            super::front::say(&format!("stopped by {}", signal.as_str()));
             std::process::exit(128 + signal as i32);
         });
     }

@@ -157,7 +157,7 @@ impl LayoutArgs {
 
     /// Whether a flag trades time for memory.
     fn asks_for_less_memory(&self) -> bool {
-        self.recompute != RecomputeChoice::None || self.offload.is_some() || self.tile_linears > 1
+        self.recompute == RecomputeChoice::Full || self.offload.is_some() || self.tile_linears > 1
     }
 
     /// What a rank keeps away from its device.

@@ -59,6 +59,8 @@ pub struct LoraArgs {
 
 /// All linear layers but the head.
 const ALL_LINEAR: &str = "all-linear";
+/// The flag's name in records.
+const TARGETS: &str = "--lora-targets";
 
 impl LoraArgs {
     /// Whether adapters are trained.
@@ -109,12 +111,16 @@ impl LoraArgs {
 
     /// The names of --lora-targets, with commas, spaces or both between them; `all` is LLaMA-Factory's word.
     fn target_names(&self) -> Vec<String> {
-        let names = (self.lora_targets.iter()).flat_map(|names| names.split_whitespace());
-        let names: Vec<&str> = names.collect();
-        match names.as_slice() {
-            ["all"] => vec![ALL_LINEAR.to_string()],
-            [] if self.lora_targets.is_empty() => vec![ALL_LINEAR.to_string()],
-            names => names.iter().map(ToString::to_string).collect(),
+        match self.lora_targets.as_slice() {
+            [] => vec![ALL_LINEAR.to_string()],
+            names => names_in(&names.join(",")),
+        }
+    }
+
+    /// Writes names in the record of a checkpoint as this version writes them: earlier ones kept the spaces between them.
+    pub(crate) fn rewrite_targets(earlier: &mut TrainingRecord) {
+        if let Some(names) = earlier.settings.get_mut(TARGETS) {
+            *names = names_in(names).join(",");
         }
     }
 
@@ -195,12 +201,22 @@ impl LoraArgs {
                 "--lora-dropout",
                 self.lora_dropout.unwrap_or(default.dropout).to_string(),
             ),
-            ("--lora-targets", targets),
+            (TARGETS, targets),
             ("--rslora", self.rslora.to_string()),
         ];
         let settings = settings.map(|(name, value)| (name.to_string(), value));
         record.settings.extend(settings);
         Ok(())
+    }
+}
+
+/// The names of layers in a text, with commas, spaces or both between them.
+fn names_in(text: &str) -> Vec<String> {
+    let names = text.split(|c: char| c == ',' || c.is_whitespace());
+    let names: Vec<&str> = names.filter(|name| !name.is_empty()).collect();
+    match names.as_slice() {
+        ["all"] => vec![ALL_LINEAR.to_string()],
+        names => names.iter().map(ToString::to_string).collect(),
     }
 }
 
@@ -264,12 +280,26 @@ pub(crate) fn adapters_in_words(params: &Parameters) -> String {
 mod tests {
     use clap::Parser;
 
-    use super::LoraArgs;
+    use super::{LoraArgs, TARGETS};
+    use candle_trainer::TrainingRecord;
 
     #[derive(Parser)]
     struct Line {
         #[command(flatten)]
         lora: LoraArgs,
+    }
+
+    #[test]
+    fn names_in_records_of_before_are_the_same_names() {
+        let words = "program --lora-rank 4 --lora-targets q_proj,v_proj".split(' ');
+        let mut own = TrainingRecord::default();
+        Line::parse_from(words).lora.add_to(&mut own).unwrap();
+        for (names, is_same) in [("q_proj, v_proj", true), ("q_proj, k_proj", false)] {
+            let mut earlier = own.clone();
+            earlier.settings.insert(TARGETS.into(), names.into());
+            LoraArgs::rewrite_targets(&mut earlier);
+            assert_eq!(own.check(&earlier, false).is_ok(), is_same, "{names}");
+        }
     }
 
     #[test]

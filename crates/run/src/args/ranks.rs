@@ -14,6 +14,7 @@ use crate::args::number::whole;
 use crate::args::text::{some_text, text};
 use crate::counting_allocator::{allocated_bytes, measure_activations_by, rank_allocated_bytes};
 use crate::flags::default_of;
+use crate::output::print_note;
 
 /// Flags about ranks.
 #[derive(Args, Clone, Debug, Serialize)]
@@ -246,7 +247,7 @@ impl RankArgs {
             (opened, Some(_), _) | (opened, None, DeviceChoice::Cpu) => opened,
             (Ok(devices), None, _) => {
                 if says {
-                    eprintln!("device: {}", names(&devices));
+                    print_note(&format!("device: {}", names(&devices)));
                 }
                 Ok(devices)
             }
@@ -254,7 +255,7 @@ impl RankArgs {
                 let reason = err.to_string();
                 let reason = reason.lines().next().unwrap_or_default();
                 // Of several processes each says it: the others may have a GPU.
-                eprintln!("device: cpu, because {reason}");
+                print_note(&format!("device: cpu, because {reason}"));
                 Ok(vec![Device::Cpu])
             }
         }

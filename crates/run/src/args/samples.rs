@@ -88,7 +88,7 @@ impl SampleArgs {
         if prompt.is_empty() {
             bail!("--prompt {text:?} has no tokens; expected some text");
         }
-        let (num_tokens, max) = (prompt.len(), config.max_seq_len());
+        let (num_tokens, max) = (prompt.len(), config.max_text_len());
         if num_tokens > max {
             bail!(
                 "--prompt has {num_tokens} tokens, and the model takes {max} at most (max_position_embeddings)"

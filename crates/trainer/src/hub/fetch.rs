@@ -1,7 +1,7 @@
 //! Single files from the hub into the cache, resumed and checked.
 
 use std::fs;
-use std::io::{self, IsTerminal};
+use std::io::{self, IsTerminal, Write};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
@@ -189,7 +189,8 @@ impl<'a> Fetch<'a> {
         if !is_weights(Path::new(file)) || io::stderr().is_terminal() {
             return None;
         }
-        eprintln!(
+        let _ = writeln!(
+            io::stderr(),
             "fetching {file} of {}, {:.1} MB",
             self.spec,
             size as f64 / 1e6

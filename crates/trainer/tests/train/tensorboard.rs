@@ -157,7 +157,15 @@ fn two_runs_need_two_folders() {
     assert_eq!(run().as_deref(), Some("a-b-c"));
     TensorBoard::create(dir.path(), "b", 0).unwrap();
     assert_eq!(run().as_deref(), Some("b"));
-    // Those of an earlier version, or of another program, have no name.
+    // Beside them those of a profiler and of other programs do not count.
+    for name in [
+        "events.out.tfevents.9999999999.host.profile-empty",
+        "z.tfevents.v2",
+    ] {
+        fs::write(dir.path().join(name), "").unwrap();
+    }
+    assert_eq!(run().as_deref(), Some("b"));
+    // Those of an earlier version have no name.
     fs::write(
         dir.path()
             .join("events.out.tfevents.9999999999.1.candle-train"),

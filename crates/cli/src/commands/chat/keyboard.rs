@@ -1,9 +1,10 @@
 //! Where the lines of a conversation come from: a terminal, where they can be edited, or any other stdin.
 
-use std::io::{BufRead, ErrorKind, IsTerminal};
+use std::io::{BufRead, ErrorKind, IsTerminal, Write, stderr};
 
 use candle_core::{Error, Result};
 use candle_launch::Interrupts;
+use candle_train_run::print_note;
 use rustyline::error::ReadlineError;
 use rustyline::{Config, DefaultEditor};
 
@@ -27,7 +28,7 @@ impl Keyboard {
     pub fn open() -> Result<Self> {
         let is_typed = std::io::stdin().is_terminal();
         if is_typed {
-            eprintln!("{WELCOME}");
+            print_note(WELCOME);
         }
         if !is_typed || !std::io::stdout().is_terminal() {
             return Ok(Self::Plain);
@@ -45,11 +46,11 @@ impl Keyboard {
                     Ok(line) => line,
                     Err(ReadlineError::Eof) => return Ok(Some("/exit".to_string())),
                     Err(ReadlineError::Interrupted) => {
-                        eprintln!("/exit or Ctrl-D ends the conversation");
+                        print_note("/exit or Ctrl-D ends the conversation");
                         continue;
                     }
                     Err(ReadlineError::Io(err)) if err.kind() == ErrorKind::InvalidData => {
-                        eprintln!("that line is no text in UTF-8, and is left out");
+                        print_note("that line is no text in UTF-8, and is left out");
                         continue;
                     }
                     Err(err) => return Err(cannot_read(&err)),
@@ -57,7 +58,7 @@ impl Keyboard {
                 Self::Plain => {
                     let is_typed = std::io::stdin().is_terminal();
                     if is_typed {
-                        eprint!("{PROMPT}");
+                        let _ = write!(stderr(), "{PROMPT}");
                     }
                     let mut line = Vec::new();
                     if std::io::stdin().lock().read_until(b'\n', &mut line)? == 0 {

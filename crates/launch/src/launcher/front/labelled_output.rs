@@ -2,12 +2,12 @@
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Write, stderr, stdout};
+use std::io::{Write, stderr, stdout};
 use std::path::Path;
 use std::sync::OnceLock;
 
 use crate::launcher::wire::Stream;
-use crate::{Error, Result};
+use crate::{Error, Result, has_no_reader, write_whole};
 
 /// A line longer than this is shown in parts, so that it does not fill the memory.
 const MAX_LINE_BYTES: usize = 1 << 16;
@@ -132,15 +132,13 @@ impl LabelledOutput {
     fn print(&self, shown: &[u8]) {
         match self.stream {
             Stream::Out => {
-                let mut out = stdout().lock();
-                let written = out.write_all(shown).and_then(|()| out.flush());
-                if let Err(err) = written
-                    && err.kind() != ErrorKind::BrokenPipe
+                if let Err(err) = write_whole(&mut stdout().lock(), shown)
+                    && !has_no_reader(&err)
                 {
                     LOST.get_or_init(|| err);
                 }
             }
-            Stream::Err => drop(stderr().lock().write_all(shown)),
+            Stream::Err => drop(write_whole(&mut stderr().lock(), shown)),
         }
     }
 }
