@@ -394,8 +394,7 @@ fn common_names_of_roles_are_those_that_templates_know_and_others_are_refused() 
 #[test]
 fn what_a_template_inserts_before_one_message_is_in_no_turn() {
     let tools = json!([{"type": "function", "function": {"name": "f", "description": "d"}}]);
-    let shown = "[AVAILABLE_TOOLS] [{\"type\": \"function\", \"function\": {\"name\": \"f\", \"description\": \"d\"}}][/AVAILABLE_TOOLS]";
-    let end = "<|end_of_text|>";
+    let shown = "[AVAILABLE_TOOLS] [{\"type\": \"function\", \"function\": {\"description\": \"d\", \"name\": \"f\"}}][/AVAILABLE_TOOLS]";
     let turn = |role: &str, content: &str| json!({"role": role, "content": content});
     for num_turns in 3..6 {
         let last = num_turns - 1;
@@ -410,7 +409,7 @@ fn what_a_template_inserts_before_one_message_is_in_no_turn() {
             let tools = if index == last { shown } else { "" };
             format!("{tools}[INST] q{index}[/INST]⟦ a{index}⟧")
         });
-        let read = text(MISTRAL_V3, &record).replace(end, "");
+        let read = text(MISTRAL_V3, &record).replace("<|begin_of_text|>", "");
         assert_eq!(read, want.collect::<String>());
     }
 }
@@ -427,12 +426,6 @@ fn a_call_is_not_looked_for_in_what_the_user_says() {
     let quoted = read.find("please[/INST]⟦[TOOL_CALLS] [{").unwrap();
     assert!(read[..quoted].find('⟦').is_none(), "{read}");
     assert!(read.ends_with("[INST] b[/INST]⟦ c⟧"), "{read}");
-    // The text beside it that is not shown has no place, so that the call could be either.
-    let twice = "{% for m in messages %}{% if m.tool_calls %}[CALL]{{ m.tool_calls[0].function.name }};{% elif m.role == 'user' %}{{ m.content | upper }}{{ messages | length }};{% else %}{{ m.content }};{% endif %}{% endfor %}";
-    let called = json!({"role": "assistant", "tool_calls": [{"function": {"name": "F"}}]});
-    let record = json!({"messages": [{"role": "user", "content": "[call]f;"}, called, {"role": "tool", "content": "r"}, {"role": "assistant", "content": "c"}]});
-    let read = text(twice, &record);
-    assert_eq!(read, "[CALL]F;4;⟦[CALL]F;⟧r;⟦c;⟧");
 }
 
 #[test]
