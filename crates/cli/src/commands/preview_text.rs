@@ -59,26 +59,47 @@ impl<'a> PreviewText<'a> {
         Ok(text)
     }
 
-    /// Runs of tokens with and without loss. A run's text is what it adds to the text before it: tokens alone may lose their spaces.
+    /// Runs of tokens with and without loss. A run's text is what it adds to that of the run before it: tokens alone may lose their spaces.
     fn piece(&self, ids: &[u32], has_loss: &[bool]) -> Result<String> {
+        let decode = |ids: &[u32]| self.tokenizer.decode_with_special_tokens(ids);
         let (before, after) = self.marks;
-        let (mut marked, mut written, mut end) = (String::new(), String::new(), 0);
+        let (mut marked, mut earlier, mut start) = (String::new(), 0, 0);
         for run in has_loss.chunk_by(|a, b| a == b) {
-            let start = end;
-            end += run.len();
-            let all = self.tokenizer.decode_with_special_tokens(&ids[..end])?;
-            let added = match all.strip_prefix(&written) {
+            let end = start + run.len();
+            let both = decode(&ids[earlier..end])?;
+            let added = match both.strip_prefix(&decode(&ids[earlier..start])?) {
                 Some(added) => added.to_string(),
-                None => self
-                    .tokenizer
-                    .decode_with_special_tokens(&ids[start..end])?,
+                None => decode(&ids[start..end])?,
             };
             match run[0] {
                 true => marked += &format!("{before}{added}{after}"),
                 false => marked += &added,
             }
-            written = all;
+            (earlier, start) = (start, end);
         }
         Ok(marked)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_of_loss_keep_their_spaces_however_many_there_are() {
+        let tokenizer =
+            Tokenizer::train_bpe(["the cat sat on the mat\n"].into_iter(), 280).unwrap();
+        let num_runs = 5_000;
+        let ids = tokenizer.encode("the cat sat on the mat").unwrap();
+        let ids: Vec<u32> = ids.into_iter().cycle().take(2 * num_runs).collect();
+        let has_loss: Vec<bool> = (0..ids.len()).map(|index| index % 4 > 1).collect();
+        let text = PreviewText {
+            tokenizer: &tokenizer,
+            marks: BRACKETS,
+        };
+        let marked = text.piece(&ids, &has_loss).unwrap();
+        assert_eq!(marked.matches('⟦').count(), num_runs / 2);
+        let plain = marked.replace(['⟦', '⟧'], "");
+        assert_eq!(plain, tokenizer.decode_with_special_tokens(&ids).unwrap());
     }
 }

@@ -6,16 +6,18 @@
 //! what follows that in the whole conversation, and not in one that ends with turn i, is what comes after turn i. A
 //! turn that shows its calls in place of its text is what the rendering gains with it.
 //!
-//! That takes several renderings for a turn. They are spared for turns among messages of the same kinds as those
-//! around an earlier turn: what is between such a turn and its neighbours' texts is the same, and one rendering shows
-//! where those texts are ([`SimilarTurns`]).
+//! That takes several renderings for a turn. They are spared for turns that are as an earlier one but for the texts,
+//! and one rendering shows where those texts are ([`SimilarTurns`]).
 
 use std::ops::Range;
 
+use minijinja::Value;
+
 use super::chat_template::ChatTemplate;
 use super::conversation::Chat;
-use super::similar_turns::SimilarTurns;
+use super::similar_turns::{SimilarTurns, marked};
 use super::stand_ins::stand_in;
+use super::tool_arguments::change_calls;
 
 /// The bytes of `text`, the rendered `chat`, that the assistant writes.
 pub(super) fn find_assistant_spans(
@@ -170,38 +172,57 @@ impl SpanFinder<'_> {
     fn borders_of_gain(&self, turn: &Turn, silent: &str) -> Option<Range<usize>> {
         let (text, index) = (self.text, turn.index);
         let asked = turn.asked.as_deref().unwrap_or_default();
-        // Its header, as far as the turn has it.
-        let begin_in = |done: &str| common_tags(asked, done).max(silent.len());
         // A template may leave out thoughts, or a text beside calls, once others follow.
         let calls_alone = self.chat.with_content(index, "");
-        let calls_alone = self.template.text(self.chat, &calls_alone[..=index], false);
-        for done in turn.done.iter().chain(calls_alone.as_ref().ok()) {
-            let Some(gained) = done
-                .strip_prefix(silent)
-                .filter(|gained| !gained.is_empty())
+        let done_alone = self.template.text(self.chat, &calls_alone[..=index], false);
+        let candidates = [
+            (self.chat.messages(), turn.done.as_deref()),
+            (&calls_alone[..], done_alone.as_deref().ok()),
+        ];
+        for (messages, done) in candidates {
+            let Some((done, gained)) =
+                done.and_then(|done| Some((done, done.strip_prefix(silent)?)))
             else {
                 continue;
             };
-            let begin = begin_in(done);
-            if text.starts_with(done) {
-                return Some(begin..done.len());
-            }
+            // Its header, as far as the turn has it.
+            let begin = common_tags(asked, done).max(silent.len());
             if text.starts_with(silent) {
+                // What ends the turn may be missing where another one follows.
+                let end = common_tags(done, text);
+                if self.is_ending(&done[end..], &messages[..=index]) {
+                    return Some(begin..end);
+                }
                 continue;
             }
-            // What comes earlier is another text in the whole conversation.
+            // What comes earlier is another text in the whole conversation, but for the messages' own texts.
             let around = self.similar.around(index);
-            let earlier = around.map_or(turn.earlier, |around| around.start.max(turn.earlier));
-            if let Some(place) = text.get(earlier..)?.find(gained) {
+            let earlier = around.start.max(turn.earlier);
+            let mut places = text.get(earlier..around.end)?.match_indices(gained);
+            if let (Some((place, _)), None) = (places.next(), places.next()) {
                 let place = earlier + place;
                 return Some(place + begin - silent.len()..place + gained.len());
             }
         }
-        // What ends the turn may be missing where another one follows.
-        let done = turn.done.as_deref()?;
-        let (begin, end) = (begin_in(done), common_tags(done, text));
-        let is_beginning = done.starts_with(silent) && text.starts_with(silent);
-        is_beginning.then_some(begin..end)
+        None
+    }
+
+    /// Whether nothing that the last of `messages` says is in `ending`, with which their text ends.
+    fn is_ending(&self, ending: &str, messages: &[Value]) -> bool {
+        let Some((message, before)) = messages.split_last().filter(|_| !ending.is_empty()) else {
+            return ending.is_empty();
+        };
+        let mut said = marked(before.len(), message, false);
+        change_calls(&mut said, |_, function| match function.get("arguments") {
+            Some(_) => {
+                let argument = (stand_in("argument"), Value::from(stand_in("value")));
+                function.with("arguments", Value::from_pairs([argument]))
+            }
+            None => function.into_value(),
+        });
+        let messages = [before, &[said.into_value()]].concat();
+        let text = self.template.text(self.chat, &messages, false);
+        text.is_ok_and(|text| text.ends_with(ending))
     }
 }
 
@@ -344,13 +365,57 @@ mod tests {
                     template: &template,
                     chat: &chat,
                     text: &text,
-                    similar: SimilarTurns::none(&chat, &text),
+                    similar: SimilarTurns::of(&template, &chat, &text),
                 };
+                each.similar.is_used = false;
                 assert_eq!(found, each.spans(&special_tokens), "{name} {kinds:?}");
                 num_found += usize::from(found.is_ok());
             }
         }
         assert!(num_found >= 24, "{num_found}");
+    }
+
+    #[test]
+    fn empty_messages_and_turns_in_a_row_take_few_searches() {
+        let say = |role: &str, content: String| json!({"role": role, "content": content});
+        let turn = |index: usize| say("assistant", format!("a{index}"));
+        let answered = |index| [say("user", String::new()), turn(index)];
+        let call = |index: usize| {
+            let call = json!({"id": format!("call {index}"), "function": {"name": "f", "arguments": {"x": index}}});
+            let called = json!({"role": "assistant", "content": "", "tool_calls": [call]});
+            [called, say("tool", String::new())]
+        };
+        let question = || vec![say("user", "q".into())];
+        let in_a_row = question().into_iter().chain((0..200).map(turn));
+        let calls = question().into_iter().chain((0..200).flat_map(call));
+        for messages in [
+            (0..200).flat_map(answered).collect::<Vec<_>>(),
+            in_a_row.collect(),
+            calls.chain([turn(0)]).collect(),
+        ] {
+            let chat = Chat::from_json(&messages).unwrap();
+            for (name, template) in templates() {
+                if !["qwen2.5", "qwen3", "llama3", "zephyr"].contains(&name.as_str()) {
+                    continue;
+                }
+                let Ok(text) = template.text(&chat, chat.messages(), false) else {
+                    continue;
+                };
+                let mut finder = SpanFinder {
+                    template: &template,
+                    chat: &chat,
+                    text: &text,
+                    similar: SimilarTurns::of(&template, &chat, &text),
+                };
+                if finder.spans(&[]).is_ok() {
+                    let num_searched = finder.similar.num_known();
+                    let all_known = chat
+                        .assistant_turns()
+                        .all(|turn| finder.similar.find(turn).is_some());
+                    assert!(num_searched <= 6 && all_known, "{name}: {num_searched}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! A checkpoint's chat template: Jinja as transformers renders it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
 use std::path::Path;
@@ -19,6 +19,7 @@ use super::jinja_source::JinjaSource;
 use super::loss_masks::take_masked;
 use super::python_language::add_language;
 use super::python_values::{MAX_TEXT, too_long};
+use super::roles::compared_roles;
 use super::template_kwargs::TemplateKwargs;
 use super::template_source::TemplateSource;
 use crate::Tokenizer;
@@ -46,6 +47,8 @@ pub struct ChatTemplate {
     recurses: bool,
     special_tokens: BTreeMap<String, String>,
     source: TemplateSource,
+    /// The names with which it compares roles.
+    compared_roles: BTreeSet<String>,
     date: Date,
     kwargs: TemplateKwargs,
 }
@@ -116,6 +119,7 @@ impl ChatTemplate {
             environment,
             recurses,
             special_tokens,
+            compared_roles: compared_roles(source.texts()),
             source,
             date: Date::ZERO,
             kwargs: TemplateKwargs::default(),
@@ -148,20 +152,18 @@ impl ChatTemplate {
 
     /// Whether the template has this name in its text.
     pub(super) fn mentions(&self, name: &str) -> bool {
-        self.texts().any(|text| text.contains(name))
+        self.source.texts().any(|text| text.contains(name))
     }
 
-    /// The texts of the templates: for conversations, and for those with tools.
-    pub(super) fn texts(&self) -> impl Iterator<Item = &str> {
-        let with_tools = self.source.with_tools.as_deref();
-        std::iter::once(self.source.default.as_str()).chain(with_tools)
+    /// The names with which it compares roles.
+    pub(super) fn compared_roles(&self) -> &BTreeSet<String> {
+        &self.compared_roles
     }
 
     /// The text of the template for this conversation.
     pub(super) fn text_for(&self, chat: &Chat) -> &str {
-        let with_tools = self.source.with_tools.as_deref();
-        let with_tools = with_tools.filter(|_| chat.tools().is_true());
-        with_tools.unwrap_or(&self.source.default)
+        let with_tools = self.text_with_tools().filter(|_| is_with_tools(chat));
+        with_tools.unwrap_or(self.text_of_template())
     }
 
     /// The file that it is in, or the name by which it was chosen.
@@ -246,9 +248,10 @@ impl ChatTemplate {
     }
 
     fn name(&self, chat: &Chat) -> &'static str {
-        match self.source.with_tools.is_some() && chat.tools().is_true() {
-            true => WITH_TOOLS,
-            false => DEFAULT,
+        if self.source.with_tools.is_some() && is_with_tools(chat) {
+            WITH_TOOLS
+        } else {
+            DEFAULT
         }
     }
 
@@ -313,6 +316,11 @@ impl ChatTemplate {
         let (special_tokens, kwargs) = (&self.special_tokens, self.kwargs.to_string());
         format!("{special_tokens:?} {default:?} {with_tools:?} {date:?} {kwargs}")
     }
+}
+
+/// Whether a conversation is for the template with tools, if there is one.
+fn is_with_tools(chat: &Chat) -> bool {
+    chat.tools().is_true()
 }
 
 /// The engine with these templates, and whether one can call itself.

@@ -25,6 +25,8 @@ pub struct Chat {
     messages: Vec<Value>,
     /// The content of each message as its record has it, if that is null or in parts.
     contents: Vec<Option<Value>>,
+    /// The role of each message as its record has it, if that is another name of a common one.
+    role_names: Vec<Option<String>>,
     tools: Option<Value>,
     template_kwargs: TemplateKwargs,
     /// Of each message, whether its record says that it is learned, or that it is not.
@@ -53,11 +55,13 @@ impl Chat {
             Ok::<_, RecordError>((normalized, mask))
         });
         let (read, masks): (Vec<_>, _) = read.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
+        let role_names = messages.iter().map(other_name_of_role).collect();
         let (messages, contents) = read.into_iter().unzip();
         let tools = tools.as_ref().map(shapes::tools).transpose();
         Ok(Self {
             messages,
             contents,
+            role_names,
             tools: tools.map_err(|err| err.of("it has"))?.flatten(),
             template_kwargs: TemplateKwargs::default(),
             masks,
@@ -93,6 +97,11 @@ impl Chat {
         &self.contents
     }
 
+    /// The role of each message as its record has it, if that is another name of a common one.
+    pub(super) fn role_names(&self) -> &[Option<String>] {
+        &self.role_names
+    }
+
     /// The messages, in order. Content in parts is joined to one text.
     pub fn messages(&self) -> &[Value] {
         &self.messages
@@ -119,10 +128,11 @@ impl Chat {
         }
     }
 
-    /// The role of message `index`.
+    /// The role of message `index`, by its common name if it has one.
     pub(crate) fn role(&self, index: usize) -> String {
         let role = self.messages[index].get_attr("role").unwrap_or_default();
-        role.as_str().unwrap_or_default().to_string()
+        let role = role.as_str().unwrap_or_default();
+        common_role(role).unwrap_or(role).to_string()
     }
 
     /// Whether message `index` calls tools.
@@ -198,6 +208,14 @@ impl Chat {
         }
         messages
     }
+}
+
+/// The role of a message, if it is another name of a common one.
+fn other_name_of_role(message: &Value) -> Option<String> {
+    let role = message.get_attr("role").ok()?;
+    let role = role.as_str()?;
+    let is_other = common_role(role).is_some_and(|common| common != role);
+    is_other.then(|| role.to_string())
 }
 
 /// A message as templates read it; and its content as the record has it, if that is null or in parts.
@@ -334,10 +352,9 @@ impl Fields {
 
     /// A field that is not null.
     pub fn get(&self, name: &str) -> Option<&Value> {
-        let field = self.0.iter().find(|(known, _)| known == name);
-        field
-            .map(|(_, value)| value)
-            .filter(|value| !value.is_none())
+        let is_it = |(known, value): &&(String, Value)| known == name && !value.is_none();
+        let field = self.0.iter().find(is_it);
+        field.map(|(_, value)| value)
     }
 
     pub fn has_content(&self, name: &str) -> bool {

@@ -28,10 +28,11 @@ pub(crate) struct ReadContents<'a> {
 }
 
 impl ChatTemplate {
-    /// Content in parts stays so where the template shows each part, and null for a template that tests for it.
+    /// Content in parts stays so where the template shows each part, null for a template that tests for it, and another
+    /// name of a common role for one that tests for that name.
     pub(crate) fn with_contents_as_read<'a>(&self, chat: &'a Chat) -> ReadContents<'a> {
         let mut read = ReadContents {
-            chat: Cow::Borrowed(chat),
+            chat: self.with_roles_as_read(chat),
             keeps_parts: false,
             joins_parts: false,
         };
@@ -39,10 +40,11 @@ impl ChatTemplate {
         if contents.iter().all(Option::is_none) {
             return read;
         }
-        let walked = self.walked_parts(chat);
+        let chat = read.chat.clone();
+        let walked = self.walked_parts(&chat);
         let reads_null = TESTS_FOR_NONE
             .iter()
-            .any(|test| test.is_match(self.text_for(chat)));
+            .any(|test| test.is_match(self.text_for(&chat)));
         let messages = chat.messages().iter().zip(contents).enumerate();
         let messages = messages.map(|(index, (message, content))| {
             let Some(content) = content else {
@@ -94,7 +96,7 @@ impl ChatTemplate {
         });
         let messages: Vec<Value> = messages.collect();
         let shown = self.text(chat, &messages, false).unwrap_or_default();
-        let found = unquoted_labels(&shown);
+        let found = labels_outside_lists(&shown);
         let is_shown =
             |index: usize, part: usize| found.contains(format!("{index}.{part}").as_str());
         let is_walked = |(index, texts): (usize, &Vec<String>)| {
@@ -132,20 +134,14 @@ impl ChatTemplate {
     }
 }
 
-/// The labels of the stand-ins in a text that are not between quotes, as they are where a list is printed.
-fn unquoted_labels(text: &str) -> BTreeSet<&str> {
-    let mut labels = BTreeSet::new();
-    let mut pieces = text.split(BEGIN);
-    let mut before = pieces.next().and_then(|piece| piece.chars().last());
-    for piece in pieces {
-        let Some((label, rest)) = piece.split_once(END) else {
-            continue;
-        };
-        let after = rest.chars().next();
-        if before != after || !matches!(before, Some('\'' | '"')) {
-            labels.insert(label);
-        }
-        before = rest.chars().last();
-    }
-    labels
+/// The labels of the stand-ins in a text that are in no list as Python or JSON prints one.
+fn labels_outside_lists(text: &str) -> BTreeSet<&str> {
+    const IN_LIST: [&str; 3] = ["'text': '", "\"text\": \"", "\"text\":\""];
+    let stand_ins = text.match_indices(BEGIN);
+    let labels = stand_ins.filter_map(|(place, begin)| {
+        let is_in_list = IN_LIST.iter().any(|list| text[..place].ends_with(list));
+        let (label, _) = text[place + begin.len()..].split_once(END)?;
+        (!is_in_list).then_some(label)
+    });
+    labels.collect()
 }

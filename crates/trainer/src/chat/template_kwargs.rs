@@ -46,6 +46,12 @@ impl TemplateKwargs {
         }
     }
 
+    /// Those that say something: Arrow has null for what a record does not have.
+    pub(crate) fn without_nulls(mut self) -> Self {
+        self.0.retain(|(_, value)| !value.is_none());
+        self
+    }
+
     /// Their names.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.0.iter().map(|(name, _)| name.as_str())

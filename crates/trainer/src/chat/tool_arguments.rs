@@ -3,13 +3,36 @@
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-use super::conversation::{Chat, Fields};
+use super::conversation::{CALLS, Chat, Fields};
 use crate::json_text::read_json;
 
 /// The object that a text of JSON says.
 pub(super) fn parsed_object(text: &str) -> Option<Value> {
     let object: Value = read_json(text).ok()?;
     (object.kind() == ValueKind::Map).then_some(object)
+}
+
+/// Puts what `of` makes of it in place of each function that a message calls; it gets the field that has the calls.
+pub(super) fn change_calls(fields: &mut Fields, mut of: impl FnMut(&str, Fields) -> Value) {
+    for name in CALLS {
+        let Some(calls) = fields.get(name).cloned() else {
+            continue;
+        };
+        let mut changed = |call: &Value| {
+            let call = Fields::of(call);
+            match call.get("function").cloned() {
+                Some(function) => call.with("function", of(name, Fields::of(&function))),
+                None => of(name, call),
+            }
+        };
+        let calls = if calls.kind() == ValueKind::Seq {
+            let calls = calls.try_iter().into_iter().flatten();
+            calls.map(|call| changed(&call)).collect()
+        } else {
+            changed(&calls)
+        };
+        fields.set(name, calls);
+    }
 }
 
 impl Chat {

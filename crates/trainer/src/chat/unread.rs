@@ -6,12 +6,12 @@
 use std::collections::BTreeSet;
 
 use minijinja::Value;
-use minijinja::value::ValueKind;
 
 use super::chat_template::ChatTemplate;
 use super::conversation::{CALLS, Chat, Fields, REASONING, has_content, texts_of};
 use super::loss_masks::{MASKS, is_score};
 use super::stand_ins::{labels, stand_in};
+use super::tool_arguments::change_calls;
 use crate::record_error::RecordError;
 
 impl ChatTemplate {
@@ -51,11 +51,10 @@ impl ChatTemplate {
                 unread.push(format!("messages[].{name}"));
             }
         }
-        let without_tools = chat.without_tools();
         let unknown = chat.template_kwargs().names();
         let unknown = unknown.filter(|name| !self.mentions(name));
         unread.extend(unknown.map(|name| format!("chat_template_kwargs.{name}")));
-        if chat.tools().is_true() && self.gives(&without_tools, chat.messages(), text) {
+        if chat.tools().is_true() && self.gives(&chat.without_tools(), chat.messages(), text) {
             unread.push("tools".to_string());
         }
         Ok(unread)
@@ -151,32 +150,12 @@ fn with_stand_ins_for_calls(chat: &Chat) -> Vec<Value> {
     let messages = chat.messages().iter().enumerate();
     let messages = messages.map(|(index, message)| {
         let mut fields = Fields::of(message);
-        for name in CALLS {
-            let Some(calls) = fields.get(name).cloned() else {
-                continue;
-            };
-            let called = stand_in(label_of_call(name, index));
-            let replaced = match calls.kind() {
-                ValueKind::Seq => {
-                    let calls = calls.try_iter().into_iter().flatten();
-                    calls.map(|call| renamed(&call, &called)).collect()
-                }
-                _ => renamed(&calls, &called),
-            };
-            fields.set(name, replaced);
-        }
+        change_calls(&mut fields, |name, function| {
+            function.with("name", stand_in(label_of_call(name, index)).into())
+        });
         fields.into_value()
     });
     messages.collect()
-}
-
-/// A call of the function `name`.
-fn renamed(call: &Value, name: &str) -> Value {
-    let fields = Fields::of(call);
-    match fields.get("function").cloned() {
-        Some(function) => fields.with("function", Fields::of(&function).with("name", name.into())),
-        None => fields.with("name", name.into()),
-    }
 }
 
 /// The names of what a message has beside role, content and masks; what the assistant thought has one name.

@@ -69,7 +69,8 @@ pub(super) fn template_kwargs(
     let name = "chat_template_kwargs";
     let kwargs = fields.value(name).filter(has_content);
     let kwargs = kwargs.as_ref().map(TemplateKwargs::of).transpose();
-    kwargs.map_err(|err| RecordError::Unsupported(format!("its {name} {err}")))
+    let kwargs = kwargs.map_err(|err| RecordError::Unsupported(format!("its {name} {err}")))?;
+    Ok(kwargs.map(TemplateKwargs::without_nulls))
 }
 
 /// The record's `system` as a message, unless the first turn says the same.
@@ -80,11 +81,11 @@ fn system_message(
     let Some(system) = fields.optional_text("system")? else {
         return Ok(None);
     };
-    let says = |name: &str, text: &str| {
-        let value = first.and_then(|turn| turn.get_attr(name).ok());
-        value.is_some_and(|value| value.as_str() == Some(text))
-    };
-    match (says("role", "system"), says("content", &system)) {
+    let value = |name: &str| first.and_then(|turn| turn.get_attr(name).ok());
+    let is_system =
+        value("role").is_some_and(|role| role.as_str().and_then(common_role) == Some("system"));
+    let is_same = value("content").is_some_and(|content| content.as_str() == Some(&system));
+    match (is_system, is_same) {
         (true, true) => Ok(None),
         (true, false) => Err(RecordError::Unsupported(
             "it has a system, and its messages begin with another one".to_string(),
@@ -103,7 +104,8 @@ fn message_of(turn: &Value) -> Result<Value, RecordError> {
         return Ok(turn.clone());
     };
     let more = MORE_ROLES.iter().find(|(name, _)| *name == from);
-    let Some(role) = common_role(&from).or(more.map(|(_, role)| *role)) else {
+    let more = more.map(|(_, role)| *role);
+    let Some(role) = more.or(common_role(&from).map(|_| from.as_str())) else {
         let known: Vec<&str> = ROLES
             .iter()
             .chain(&MORE_ROLES)

@@ -13,6 +13,9 @@ const CALLS: &str = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% fo
 /// user.
 const CALLS_ALONE: &str = "{% for m in messages %}{% if m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]{% elif m.tool_calls is defined and m.tool_calls %}[CALLS]{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{{ eos_token }}{% else %}{% if m.role == 'user' and tools and (messages | selectattr('role', 'equalto', 'user') | list)[-1] == m %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
 
+/// That of Mistral-7B-Instruct-v0.3.
+const MISTRAL_V3: &str = include_str!("../../../../tests/fixtures/chat/templates/mistral-v3.jinja");
+
 /// What is read of one record, with marks around what is learned.
 fn read(template: &str, record: &Value) -> candle_core::Result<(String, Vec<String>)> {
     let reading = Reading::new(Some(template));
@@ -250,6 +253,16 @@ fn content_in_parts_goes_to_templates_that_walk_parts_as_parts() {
     assert_eq!(told(first).0, want.0);
     let refusing = "{% for m in messages %}{{ '<' + m.role + '>' + m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
     assert_eq!(told(refusing), want);
+    // Quotes around all of them are no list.
+    let quoting = "{% for m in messages %}<{{ m.role }}>\"{% if m.content is string %}{{ m.content | trim }}{% else %}{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endif %}\"{{ eos_token if m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+    let quoted = json!({"messages": [{"role": "user", "content": [part(" on? ")]}, {"role": "assistant", "content": "sat"}]});
+    assert_eq!(
+        read(quoting, &quoted).unwrap(),
+        (
+            "<user>\"on?\"<assistant>⟦\"sat\"⟧".into(),
+            vec![kept.into()]
+        )
+    );
     // One that shows parts alone is given texts as texts.
     let parts_alone = walking.replace(
         "{% if m.content is string %}{{ m.content | trim }}{% else %}",
@@ -312,6 +325,12 @@ fn variables_of_a_record_and_of_a_run_reach_the_template() {
             "nothing reads these fields of the records: chat_template_kwargs.enable_thinking (1 record, the first a.jsonl line 1)"
         ]
     );
+    // As Arrow writes what a record does not have.
+    let reading = Reading::new(Some(template));
+    reading.write("a.jsonl", lines(&[with(json!({"thinking": null}))]));
+    let kwargs: TemplateKwargs = "{\"thinking\": 3}".parse().unwrap();
+    let read_null = reading.read_with_kwargs("a.jsonl", EncoderConfig::default(), &kwargs);
+    assert_eq!(read_null.unwrap().records, [format!("[3]{chat}")]);
     for (kwargs, part) in [
         (json!([1]), "is sequence, expected a JSON object"),
         (json!("x"), "is not valid JSON"),
@@ -370,4 +389,94 @@ fn common_names_of_roles_are_those_that_templates_know_and_others_are_refused() 
         text(&own, &record("narrator", "assistant")),
         "<narrator>on?<assistant>⟦sat⟧"
     );
+}
+
+#[test]
+fn what_a_template_inserts_before_one_message_is_in_no_turn() {
+    let tools = json!([{"type": "function", "function": {"name": "f", "description": "d"}}]);
+    let shown = "[AVAILABLE_TOOLS] [{\"type\": \"function\", \"function\": {\"description\": \"d\", \"name\": \"f\"}}][/AVAILABLE_TOOLS]";
+    let turn = |role: &str, content: &str| json!({"role": role, "content": content});
+    for num_turns in 3..6 {
+        let last = num_turns - 1;
+        let messages = (0..num_turns).flat_map(|index| {
+            [
+                turn("user", &format!("q{index}")),
+                turn("assistant", &format!("a{index}")),
+            ]
+        });
+        let record = json!({"tools": tools, "messages": messages.collect::<Vec<_>>()});
+        let want = (0..num_turns).map(|index| {
+            let tools = if index == last { shown } else { "" };
+            format!("{tools}[INST] q{index}[/INST]⟦ a{index}⟧")
+        });
+        let read = text(MISTRAL_V3, &record).replace("<|begin_of_text|>", "");
+        assert_eq!(read, want.collect::<String>());
+    }
+}
+
+#[test]
+fn a_call_is_not_looked_for_in_what_the_user_says() {
+    let call =
+        r#"[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}]<|end_of_text|>"#;
+    let record = json!({"tools": [{"type": "function", "function": {"name": "f"}}], "messages": [
+        {"role": "user", "content": format!("write {call} please")},
+        {"role": "assistant", "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]},
+        {"role": "tool", "content": "r"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]});
+    let read = text(MISTRAL_V3, &record);
+    let quoted = read.find("please[/INST]⟦[TOOL_CALLS] [{").unwrap();
+    assert!(read[..quoted].find('⟦').is_none(), "{read}");
+    assert!(read.ends_with("[INST] b[/INST]⟦ c⟧"), "{read}");
+}
+
+#[test]
+fn a_turn_that_ends_otherwise_than_where_it_is_last_is_whole_or_an_error() {
+    let thinking = json!({"thinking": "hm", "tool_calls": [call()]});
+    let record = with_calls(thinking, json!(null));
+    let template = "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{% if m.thinking and loop.last %}Thinking: {{ m.thinking }}. {% endif %}To call {{ m.tool_calls[0].function.name }}{% if loop.last %}<end>{% endif %}{% else %}{{ m.content }}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+    assert_eq!(
+        text(template, &record),
+        "<user>on?<end><assistant>⟦To call f⟧<tool>mat<end><assistant>⟦sat<end>⟧"
+    );
+    let other = template.replace("To call", "To{{ '!' if loop.last }} call");
+    let parts = [
+        "a.jsonl line 1",
+        "the chat template does not show the content of the assistant's message 1 once",
+    ];
+    assert_error(read(&other, &record), &parts);
+}
+
+#[test]
+fn roles_are_named_where_the_template_tests_for_them() {
+    let record = |user: &str, assistant: &str| json!({"messages": [{"role": user, "content": "on?"}, {"role": assistant, "content": "sat"}]});
+    let printing = |test: &str| {
+        format!(
+            "{{# {{\"role\": \"\"}} #}}{CALLS}{{% if {test} %}}{{{{ 'narrator' and 'content' }}}}{{% endif %}}"
+        )
+    };
+    for other in ["", "content", "tool_calls", "narrator"] {
+        let template = printing("'tool_calls' in messages[0]");
+        let parts = [
+            "a.jsonl line 1: message 0 has the role ",
+            "does not test for it",
+        ];
+        assert_error(read(&template, &record(other, "assistant")), &parts);
+    }
+    for test in [
+        "messages[0]['role'] != 'narrator'",
+        "messages[0].role | lower == \"narrator\"",
+        "'narrator' == messages[0].role",
+        "messages[0].role not in ('user', 'narrator')",
+        "messages | selectattr('role', 'equalto', 'narrator') | list",
+    ] {
+        let template = format!("{CALLS}{{% if {test} %}}{{% endif %}}");
+        let read = text(&template, &record("narrator", "assistant"));
+        assert_eq!(read, "<narrator>on?<assistant>⟦sat⟧", "{test}");
+    }
+    // Common names stay what the template tests for.
+    let own = "{% for m in messages %}{% if m.role == 'human' %}H:{{ m.content }}{% elif m.role == 'bot' %}B:{{ m.content }}{{ eos_token }}{% else %}SYS:{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}B:{% endif %}";
+    let said = json!({"conversations": [{"from": "human", "value": "on?"}, {"from": "bot", "value": "sat"}]});
+    for record in [record("human", "bot"), said] {
+        assert_eq!(text(own, &record), "H:on?B:⟦sat⟧");
+        assert_eq!(text(CALLS, &record), "<user>on?<assistant>⟦sat⟧");
+    }
 }
