@@ -54,7 +54,7 @@ struct Compared {
 
 /// Steps in which tensor-parallel ranks compare what passes between blocks: more than one, as a weight that begins as zeros hides what is
 /// behind it, and a product of two such weights does so twice.
-const NUM_COMPARED: usize = 3;
+pub(super) const NUM_COMPARED: usize = 3;
 
 /// Numbers that a step sums over all ranks.
 const NUM_SUMS: usize = 8;

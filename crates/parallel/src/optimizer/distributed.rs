@@ -259,10 +259,11 @@ impl DistributedOptimizer {
     /// What all ranks must say alike of an update.
     fn update_facts(&self, lr: f64, max_norm: Option<f64>) -> Facts {
         let mut facts = Facts::default();
-        facts.add("the optimizer's rule", self.rules.main().describe());
+        let [rule, groups] = self.rules.described();
+        facts.add("the optimizer's rule", rule);
         facts.add("the number of the update", self.num_steps + 1);
         facts.add("the learning rate", lr);
-        facts.add("the groups of parameters", self.rules.described());
+        facts.add("the groups of parameters", groups);
         facts.add("the norm to clip to", format!("{max_norm:?}"));
         facts
     }

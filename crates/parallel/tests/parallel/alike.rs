@@ -18,7 +18,7 @@ use serde_json::json;
 use crate::chain::{Chain, HIDDEN};
 use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, single_mesh};
 use crate::device::device;
-use crate::mistaken::{Numbers, build, same, train, with_block};
+use crate::mistaken::{Numbers, build, same, train, train_on, with_block};
 use crate::optimizer_rule::Momentum;
 
 const TWO_RANKS: [(usize, usize, usize); 3] = [(1, 2, 1), (1, 1, 2), (2, 1, 1)];
@@ -329,13 +329,52 @@ fn regions_that_are_entered_or_left_twice_are_named_with_the_block() {
     for (uses, words) in uses {
         let results = on_mesh((1, 1, 2), |mesh| {
             let part = with_block(&mesh, ZeroStage::One, |vb| pair(&mesh, &vb, uses))?;
-            Ok(train(&mesh, &part, 1))
+            // What is summed twice is the same on all ranks in each of the first three steps.
+            Ok(train_on((8, 12), &mesh, &part, 3))
         });
         for result in results {
             let said = message(result);
             assert_says(&said, words);
             assert_says(&said, &["block 2", "hint"]);
         }
+    }
+}
+
+#[test]
+fn equal_summands_that_say_nothing_of_a_model_are_no_error() {
+    let uses: [Use; 3] = [
+        // Each rank has counted as many.
+        |inner| {
+            let counts = (inner.inside.zeros_like()? + 1.0)?;
+            let counts = regions::reduce_from_tensor_parallel_region(&counts, &inner.mesh.tp)?;
+            inner.leave(&(&inner.inside * counts)?)
+        },
+        // A router of zeros gives all experts the same.
+        |inner| {
+            let logits = (&inner.inside * 0.0)?;
+            let shares = candle_nn::ops::softmax(&logits, 2)?;
+            let shares = regions::reduce_from_tensor_parallel_region(&shares, &inner.mesh.tp)?;
+            inner.leave(&(&inner.inside * shares)?)
+        },
+        // Experts that begin as copies of one, and come to differ.
+        |inner| {
+            let out = inner.leave(&inner.inside)?;
+            let scale = if inner.mesh.tp.rank() == 1 && inner.pass.step() > 1 {
+                0.5
+            } else {
+                1.0
+            };
+            let sum = (out.detach() * scale)?;
+            let sum = regions::reduce_from_tensor_parallel_region(&sum, &inner.mesh.tp)?;
+            out + (sum * 0.1)?
+        },
+    ];
+    for uses in uses {
+        let trained = on_mesh((1, 1, 2), |mesh| {
+            let part = with_block(&mesh, ZeroStage::One, |vb| pair(&mesh, &vb, uses))?;
+            train_on((8, 12), &mesh, &part, 4)
+        });
+        same(&trained[0], &trained[1]);
     }
 }
 
