@@ -39,6 +39,8 @@ pub struct Gradients {
     pub(super) borders: Option<Checksums>,
     /// Steps whose borders were compared.
     pub(super) num_compared: usize,
+    /// Whether ranks that report other numbers were told of.
+    pub(super) has_warned_of_reports: bool,
     /// By pass, block and order of the call, the steps in which each rank had the whole of what a region sums; `None`
     /// if one had a summand.
     steps_of_wholes: HashMap<(&'static str, usize, usize), Option<HashSet<usize>>>,
@@ -88,6 +90,7 @@ impl Gradients {
             totals: Totals::default(),
             borders: (mesh.tp.world_size() > 1).then(Checksums::default),
             num_compared: 0,
+            has_warned_of_reports: false,
             steps_of_wholes: HashMap::new(),
         })
     }
