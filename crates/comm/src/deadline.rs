@@ -38,7 +38,18 @@ impl Deadline {
         condvar: &Condvar,
         guard: MutexGuard<'a, T>,
     ) -> MutexGuard<'a, T> {
-        let sleep = self.limit.saturating_sub(self.waited).min(LONGEST_SLEEP);
+        self.wait_at_most(LONGEST_SLEEP, condvar, guard)
+    }
+
+    /// As [`Self::wait`], no longer than `longest` either.
+    pub fn wait_at_most<'a, T>(
+        &mut self,
+        longest: Duration,
+        condvar: &Condvar,
+        guard: MutexGuard<'a, T>,
+    ) -> MutexGuard<'a, T> {
+        let sleep = self.limit.saturating_sub(self.waited);
+        let sleep = sleep.min(LONGEST_SLEEP).min(longest);
         let asleep = Instant::now();
         let (guard, _) = condvar
             .wait_timeout(guard, sleep)

@@ -24,8 +24,6 @@ pub(crate) enum Shared {
     InputGrad(usize),
     /// What enters a region in a block.
     RegionInput(usize),
-    /// What is reported under a name.
-    Report(String),
     /// Values of a parameter that data-parallel ranks have, too.
     Replica(String),
 }
@@ -128,7 +126,6 @@ impl Shared {
             Self::Output(block) => (format!("output of block {block}"), PASSED_ON),
             Self::InputGrad(block) => (format!("gradient of block {block}'s input"), PASSED_BACK),
             Self::RegionInput(block) => (format!("input of a region in block {block}"), ENTERED),
-            Self::Report(name) => (format!("number reported as {name}"), REPORTED),
             Self::Replica(name) => {
                 return format!(
                     "the value of parameter {name} differs between ranks {first} and {second} {when}: these data-parallel ranks {REPLICATED}"
@@ -154,8 +151,6 @@ const PASSED_BACK: &str = "share what passes between blocks\nhint: what each ran
 
 const ENTERED: &str = "must enter it with the same\nhint: copy_to_tensor_parallel_region takes what all ranks have alike, and sums its gradients; \
     what a rank has computed in a region is in it already, and is not entered again; inside a region Pass::dropout_sharded drops";
-const REPORTED: &str = "must be told the same by Pass::add_loss and Pass::report\nhint: what is computed inside a tensor-parallel region is one \
-    rank's part: sum it first (regions::reduce_from_tensor_parallel_region), or report it outside of the region";
 const REPLICATED: &str = "hold copies of it that must be the same\nhint: a program writes a weight by Parameters::set alone, on every rank and to the \
     same values; every rank has the same rule of the optimizer, with the same constants";
 

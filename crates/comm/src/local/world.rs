@@ -90,43 +90,53 @@ impl State {
     /// Notes what a rank starts. An error if a rank has failed: nothing new starts after that.
     pub fn begin(&mut self, world_rank: usize, request: &Request<'_>) -> Result<(), Error> {
         self.check_alive(world_rank, &request.call)?;
-        let rank = &mut self.ranks[world_rank];
-        rank.last = Some(request.call.clone());
-        let thread = std::thread::current().id();
-        rank.has_threads |= *rank.thread.get_or_insert(thread) != thread;
+        self.ranks[world_rank].last = Some(request.call.clone());
+        self.note_thread(world_rank);
         Ok(())
     }
 
-    /// The ranks that a rank waits for in a collective, if all that its one thread does is to wait.
-    fn awaited(&self, rank: usize) -> Vec<usize> {
-        let state = &self.ranks[rank];
-        let waits_for = state.waits_for.filter(|_| state.num_waiting == 1);
-        let slot = waits_for.and_then(|id| self.slots.get(&id));
-        match slot.filter(|_| !state.has_threads) {
-            Some(slot) => slot.missing(),
-            None => Vec::new(),
-        }
+    /// Notes that this thread works for a rank.
+    fn note_thread(&mut self, rank: usize) {
+        let rank = &mut self.ranks[rank];
+        let thread = std::thread::current().id();
+        rank.has_threads |= *rank.thread.get_or_insert(thread) != thread;
     }
 
-    /// Ranks, this one among them, that wait for each other in a circle: for ever.
-    fn cycle(&self, rank: usize) -> Option<Vec<usize>> {
-        let mut path = vec![rank];
-        let mut is_dead_end = vec![false; self.ranks.len()];
-        while let Some(&last) = path.last() {
-            let awaited = self.awaited(last);
-            if awaited.contains(&rank) {
-                path.sort_unstable();
-                return Some(path);
+    /// The collective that a rank waits for, if all that its one thread does is to wait for it.
+    fn only_waits_for(&self, rank: usize) -> Option<SlotId> {
+        let state = &self.ranks[rank];
+        let waits_for = state.waits_for.filter(|_| state.num_waiting == 1);
+        waits_for.filter(|_| !state.has_threads)
+    }
+
+    /// The ranks that a rank waits for, if all that it does is to wait, and which do nothing else either.
+    fn awaited(&self, rank: usize) -> Vec<usize> {
+        let slot = self.only_waits_for(rank).and_then(|id| self.slots.get(&id));
+        let missing = slot.map(Slot::missing).unwrap_or_default().into_iter();
+        missing
+            .filter(|rank| self.only_waits_for(*rank).is_some())
+            .collect()
+    }
+
+    /// Ranks, this one among them, that wait for each other in a circle, and the collectives that they wait for.
+    fn cycle(&self, rank: usize) -> Option<Vec<(usize, SlotId)>> {
+        let mut path = vec![(rank, self.awaited(rank))];
+        let mut is_seen = vec![false; self.ranks.len()];
+        while let Some((_, awaited)) = path.last_mut() {
+            let Some(next) = awaited.pop() else {
+                path.pop();
+                continue;
+            };
+            if next == rank {
+                let ranks = path.iter().map(|(rank, _)| *rank);
+                let mut ranks: Vec<_> = ranks
+                    .filter_map(|rank| Some((rank, self.only_waits_for(rank)?)))
+                    .collect();
+                ranks.sort_unstable();
+                return Some(ranks);
             }
-            let next = awaited
-                .into_iter()
-                .find(|next| !is_dead_end[*next] && !path.contains(next));
-            match next {
-                Some(next) => path.push(next),
-                None => {
-                    is_dead_end[last] = true;
-                    path.pop();
-                }
+            if !std::mem::replace(&mut is_seen[next], true) {
+                path.push((next, self.awaited(next)));
             }
         }
         None
@@ -175,6 +185,10 @@ impl State {
         lines.join("\n")
     }
 }
+
+/// How long ranks must be seen to wait for each other: another thread of one of them may be about to bring what they
+/// wait for, and is not known before its first operation.
+const GRACE: Duration = Duration::from_millis(1500);
 
 /// What a wait found when it looked.
 pub(super) enum Polled<T> {
@@ -318,6 +332,9 @@ impl World {
     ) -> Result<T, Error> {
         let mut deadline = Deadline::new(self.deadline);
         let mut state = self.lock();
+        state.note_thread(rank);
+        // Ranks that are seen to wait for each other, and how long this wait had lasted then.
+        let mut seen: Option<(Vec<(usize, SlotId)>, Duration)> = None;
         let found = loop {
             let missing = match poll(&mut state) {
                 Ok(Polled::Ready(value)) => break Ok(value),
@@ -329,7 +346,14 @@ impl World {
             }
             state.ranks[rank].num_waiting += 1;
             state.ranks[rank].waits_for = slot;
-            if let Some(ranks) = state.cycle(rank) {
+            let cycle = state.cycle(rank);
+            seen = cycle.map(|cycle| match seen.take() {
+                Some((earlier, since)) if earlier == cycle => (earlier, since),
+                _ => (cycle, deadline.waited()),
+            });
+            let is_over = |(_, since): &&(_, Duration)| deadline.waited() - *since >= GRACE;
+            if let Some((cycle, _)) = seen.as_ref().filter(is_over) {
+                let ranks: Vec<usize> = cycle.iter().map(|(rank, _)| *rank).collect();
                 state.ranks[rank].num_waiting -= 1;
                 break Err(Error::Deadlock {
                     waiting: rank,
@@ -338,7 +362,10 @@ impl World {
                     report: state.last_operations(),
                 });
             }
-            state = deadline.wait(&self.wake[rank], state);
+            let longest = seen.as_ref().map_or(Duration::MAX, |(_, since)| {
+                GRACE.saturating_sub(deadline.waited() - *since)
+            });
+            state = deadline.wait_at_most(longest, &self.wake[rank], state);
             state.ranks[rank].num_waiting -= 1;
         };
         drop(state);

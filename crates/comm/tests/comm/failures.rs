@@ -333,6 +333,7 @@ fn nobody_is_blamed_for_what_all_ranks_find() {
 
 #[test]
 fn ranks_that_wait_for_each_other_in_different_groups_are_told_at_once() {
+    let started = Instant::now();
     // Two groups with the same members, and three pairs around a circle.
     let error = failure(2, |world| {
         let same = world.split(0, 0)?;
@@ -361,22 +362,44 @@ fn ranks_that_wait_for_each_other_in_different_groups_are_told_at_once() {
         error.contains("ranks 0, 1, 2 wait for each other"),
         "{error}"
     );
+    assert!(started.elapsed() < Duration::from_secs(20), "{error}");
 }
 
 #[test]
 fn ranks_that_wait_for_what_another_thread_of_a_rank_brings_are_left_alone() -> Result<()> {
+    for delays in [[0, 100], [100, 0]] {
+        beside_each_other(delays)?;
+    }
+    // Both are late: until then each main thread is seen to wait for a rank that waits, in another group.
+    launch::threads(2, |world| {
+        let first = world.split(0, 0)?;
+        let second = world.split(0, 0)?;
+        let (mine, theirs) = match world.rank() {
+            0 => (first, second),
+            _ => (second, first),
+        };
+        std::thread::scope(|scope| {
+            let worker = scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(400));
+                theirs.barrier()
+            });
+            mine.barrier()?;
+            worker.join().expect("no panic")
+        })
+    })?;
+    Ok(())
+}
+
+/// A collective of a second thread of each rank, beside one of the first.
+fn beside_each_other(delays: [u64; 2]) -> Result<()> {
     launch::threads(2, |world| {
         let other = world.split(0, 0)?;
         std::thread::scope(|scope| {
             let first = scope.spawn(|| {
-                if world.rank() == 1 {
-                    std::thread::sleep(Duration::from_millis(100));
-                }
+                std::thread::sleep(Duration::from_millis(delays[world.rank()]));
                 other.all_reduce(&ones(), ReduceOp::Sum).map(drop)
             });
-            if world.rank() == 0 {
-                std::thread::sleep(Duration::from_millis(100));
-            }
+            std::thread::sleep(Duration::from_millis(delays[1 - world.rank()]));
             world.barrier()?;
             first.join().expect("no panic")
         })

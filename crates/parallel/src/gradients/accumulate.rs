@@ -7,9 +7,10 @@ use std::sync::Arc;
 use candle_comm::Mesh;
 use candle_core::{DType, Result, Tensor, TensorId, bail};
 
-use super::reduce::Reductions;
+use super::reduce::{NUM_COMPARED, Reductions};
 use super::sum_store::SumStore;
 use crate::checksums::{Checksums, Shared};
+use crate::layers::SeenRegions;
 use crate::memory::MemoryCategory;
 use crate::params::{FlatBuffer, Parameters};
 use crate::pass::{GradientSink, Occupation, PassReport, Reported, WeightGrad};
@@ -38,6 +39,11 @@ pub struct Gradients {
     pub(super) borders: Option<Checksums>,
     /// Steps whose borders were compared.
     pub(super) num_compared: usize,
+    /// Whether ranks that report other numbers were told of.
+    pub(super) has_warned_of_reports: bool,
+    /// By pass, block and order of the call, the steps in which each rank had the whole of what a region sums; `None`
+    /// if one had a summand.
+    steps_of_wholes: HashMap<(&'static str, usize, usize), Option<HashSet<usize>>>,
 }
 
 /// What the passes of a step have counted on this rank.
@@ -84,6 +90,8 @@ impl Gradients {
             totals: Totals::default(),
             borders: (mesh.tp.world_size() > 1).then(Checksums::default),
             num_compared: 0,
+            has_warned_of_reports: false,
+            steps_of_wholes: HashMap::new(),
         })
     }
 
@@ -135,13 +143,44 @@ impl Gradients {
         self.borders.is_some()
     }
 
-    /// Notes what entered regions in a pass of a block, in the first steps.
-    pub(crate) fn note_entered(&mut self, block: usize, entered: Vec<u64>) {
-        if let Some(borders) = &mut self.borders {
-            for sum in entered {
-                borders.note(Shared::RegionInput(block), borders.len(), sum);
+    /// Notes what was seen of regions in a pass of a block, in the first steps.
+    ///
+    /// # Errors
+    /// A sum to which each rank has added the whole in all of these steps.
+    pub(crate) fn note_regions(
+        &mut self,
+        (pass, block): (&'static str, usize),
+        seen: SeenRegions,
+    ) -> Result<()> {
+        let Some(borders) = &mut self.borders else {
+            return Ok(());
+        };
+        for sum in seen.entered {
+            borders.note(Shared::RegionInput(block), borders.len(), sum);
+        }
+        for (place, sum) in seen.sums.into_iter().enumerate() {
+            let Some(is_whole) = sum.is_each_the_whole else {
+                continue;
+            };
+            let steps = self.steps_of_wholes.entry((pass, block, place));
+            let steps = steps.or_insert_with(|| Some(HashSet::new()));
+            if !is_whole {
+                *steps = None;
+            }
+            let Some(steps) = steps else { continue };
+            steps.insert(self.num_compared);
+            let num_ranks = self.mesh.tp.world_size();
+            if steps.len() == NUM_COMPARED {
+                bail!(
+                    "{} is the same on all {num_ranks} tensor-parallel ranks in the first {NUM_COMPARED} steps, in the {pass} of block {block}, though it \
+                     should be a summand on each: the sum is {num_ranks} times too large\nhint: a region is entered once \
+                     (copy_to_tensor_parallel_region, ColumnParallelLinear), and left once (reduce_from_tensor_parallel_region, \
+                     RowParallelLinear), whose result all ranks have",
+                    sum.what
+                );
             }
         }
+        Ok(())
     }
 
     /// An error unless these are gradients of `params`.

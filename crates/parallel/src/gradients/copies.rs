@@ -1,18 +1,20 @@
 //! Gradients of what several tensor-parallel ranks hold: copies must have the same, summands must not.
 
-use candle_core::{DType, Result, Tensor, bail};
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Error, Result, Tensor, bail};
 use candle_ops::sum_of_squares_into;
 
 use super::accumulate::Gradients;
 use super::reduced::ReducedBuckets;
-use crate::agreement::Comparison;
+use crate::agreement::{Comparison, exchange};
 use crate::checksums::{Checksums, Shared, checksum};
 use crate::params::FlatBuffer;
 use crate::placement::{Gradient, Placement, intersect};
 
 impl Gradients {
     /// What this rank adds to the step's sum to compare, over tensor-parallel ranks, the gradients of the parameters of which all hold
-    /// copies, the loss, what blocks report, and how many collectives each block made. `reduced` has the buckets as
+    /// copies, the loss, losses that blocks add, and how many collectives each block made. `reduced` has the buckets as
     /// they are used for the update.
     pub(super) fn compared_copies(&self, reduced: &ReducedBuckets) -> Result<f64> {
         let tp = &self.mesh.tp;
@@ -37,8 +39,8 @@ impl Gradients {
         for values in &compared {
             has = has.rotate_left(1) ^ checksum(values)?;
         }
-        for (name, reported) in &self.totals.reported {
-            has = has.rotate_left(1) ^ reported.condensed(name);
+        for sum in self.added_losses().values() {
+            has = has.rotate_left(1) ^ sum;
         }
         let place = [self.mesh.pp.rank(), self.mesh.replicas.rank()];
         Ok(Comparison::over(tp, &place).summand(has))
@@ -92,12 +94,55 @@ impl Gradients {
         own.write(0, &first)
     }
 
+    /// Hashes of the losses that blocks have added, by name.
+    fn added_losses(&self) -> BTreeMap<&str, u64> {
+        let all = self.totals.reported.iter();
+        all.filter(|(_, reported)| reported.is_loss())
+            .map(|(name, reported)| (name.as_str(), reported.condensed(name)))
+            .collect()
+    }
+
+    /// An error on every rank that names the first added loss which two tensor-parallel ranks do not have alike. Every
+    /// rank must call it.
+    pub(super) fn blame_losses(&self, when: &str) -> Result<()> {
+        let own = (self.mesh.world.rank(), self.added_losses());
+        let own = serde_json::to_vec(&own).map_err(Error::wrap)?;
+        let all = self.mesh.tp.all_gather_bytes(&own)?;
+        let all = all.iter().map(|bytes| serde_json::from_slice(bytes));
+        let all: Vec<(usize, BTreeMap<String, u64>)> = all
+            .collect::<std::result::Result<_, _>>()
+            .map_err(Error::wrap)?;
+        let mut difference = None;
+        if let Some(((first, expected), others)) = all.split_first() {
+            for (rank, losses) in others {
+                let mut names = expected.keys().chain(losses.keys());
+                let name = names.find(|name| expected.get(*name) != losses.get(*name));
+                let Some(name) = name else { continue };
+                let is = match (expected.get(name), losses.get(name)) {
+                    (Some(_), Some(_)) => format!("differs between ranks {first} and {rank}"),
+                    (Some(_), None) => format!("is added on rank {first} and not on rank {rank}"),
+                    _ => format!("is added on rank {rank} and not on rank {first}"),
+                };
+                difference.get_or_insert(format!("the loss {name} {is}"));
+            }
+        }
+        let of_ranks = match exchange(&self.mesh.world, &Ok(difference))? {
+            Ok(of_ranks) => of_ranks,
+            Err(message) => bail!("{message}"),
+        };
+        match of_ranks.into_iter().flatten().next() {
+            None => Ok(()),
+            Some(difference) => bail!(
+                "{difference} {when}: tensor-parallel ranks must add the same by Pass::add_loss\nhint: what is computed inside a tensor-parallel \
+                 region is one rank's part: sum it first (regions::reduce_from_tensor_parallel_region); what is added on one rank alone \
+                 trains that rank's weights alone"
+            ),
+        }
+    }
+
     /// The error, on every rank, for copies that were found to differ. Every rank must call it.
     pub(super) fn blame_copies(&self, reduced: &ReducedBuckets, when: &str) -> Result<()> {
         let mut checksums = Checksums::default();
-        for (name, reported) in &self.totals.reported {
-            checksums.note(Shared::Report(name.clone()), 0, reported.condensed(name));
-        }
         for copy in self.copies(reduced, |_| true)? {
             let name = self.params.get(copy.param).name.clone();
             checksums.add(

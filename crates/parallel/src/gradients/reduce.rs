@@ -54,10 +54,30 @@ struct Compared {
 
 /// Steps in which tensor-parallel ranks compare what passes between blocks: more than one, as a weight that begins as zeros hides what is
 /// behind it, and a product of two such weights does so twice.
-const NUM_COMPARED: usize = 3;
+pub(super) const NUM_COMPARED: usize = 3;
 
 /// Numbers that a step sums over all ranks.
 const NUM_SUMS: usize = 8;
+
+/// A rank's place in the pipeline, among the replicas and in the tensor-parallel group, and what its blocks have reported.
+type OfRank = ((usize, usize, usize), BTreeMap<String, Reported>);
+
+/// The first name under which tensor-parallel ranks have not reported the same.
+fn reported_unlike(of_ranks: &[OfRank]) -> Option<&str> {
+    let firsts = of_ranks.iter().filter(|((_, _, tp), _)| *tp == 0);
+    let firsts: BTreeMap<(usize, usize), _> = firsts
+        .map(|((pp, replica, _), reported)| ((*pp, *replica), reported))
+        .collect();
+    of_ranks.iter().find_map(|((pp, replica, _), reported)| {
+        let first = firsts.get(&(*pp, *replica))?;
+        let condensed = |of: &BTreeMap<String, Reported>, name: &str| {
+            of.get(name).map(|reported| reported.condensed(name))
+        };
+        let mut names = first.keys().chain(reported.keys());
+        let name = names.find(|name| condensed(first, name) != condensed(reported, name))?;
+        Some(name.as_str())
+    })
+}
 
 /// Numbers of each rank of a pipeline that come with them.
 const NUM_OF_RANK: usize = 3;
@@ -432,6 +452,10 @@ impl Gradients {
             params.blame_written(&self.mesh, written)?;
         }
         let mut when = "in this step";
+        if copies != 0.0 {
+            // Before what comes of it.
+            self.blame_losses(when)?;
+        }
         // What has overflowed says nothing.
         let is_finite = squares.is_finite() && loss_sum.is_finite();
         if let Some(borders) = self.borders.as_ref().filter(|_| is_finite) {
@@ -538,17 +562,32 @@ impl Gradients {
 
     /// What blocks of all ranks have reported, by name: losses divided by the number of targets, other numbers by how often they were. Every
     /// rank must call it.
-    fn metrics(&self, num_targets: f64) -> Result<BTreeMap<String, f64>> {
-        // Tensor-parallel ranks report the same.
-        let own = match self.mesh.tp.rank() {
-            0 => self.totals.reported.clone(),
-            _ => BTreeMap::new(),
-        };
+    fn metrics(&mut self, num_targets: f64) -> Result<BTreeMap<String, f64>> {
+        let mesh = &self.mesh;
+        let place = (mesh.pp.rank(), mesh.replicas.rank(), mesh.tp.rank());
+        let own = (place, &self.totals.reported);
         let own = serde_json::to_vec(&own).map_err(candle_core::Error::wrap)?;
+        let of_ranks = mesh.world.all_gather_bytes(&own)?;
+        let of_ranks = of_ranks.iter().map(|bytes| serde_json::from_slice(bytes));
+        let of_ranks: Vec<OfRank> = of_ranks
+            .collect::<std::result::Result<_, _>>()
+            .map_err(candle_core::Error::wrap)?;
+        if !self.has_warned_of_reports
+            && let Some(name) = reported_unlike(&of_ranks)
+        {
+            self.has_warned_of_reports = true;
+            if mesh.world.rank() == 0 {
+                tracing::warn!(
+                    "tensor-parallel ranks report {name} with other values or not all of them: the first one's is taken\nhint: report what all have, outside \
+                     of tensor-parallel regions"
+                );
+            }
+        }
         let mut all: BTreeMap<String, Reported> = BTreeMap::new();
-        for bytes in self.mesh.world.all_gather_bytes(&own)? {
-            let of_rank: BTreeMap<String, Reported> =
-                serde_json::from_slice(&bytes).map_err(candle_core::Error::wrap)?;
+        for ((_, _, tp), of_rank) in of_ranks {
+            if tp > 0 {
+                continue;
+            }
             for (name, reported) in of_rank {
                 let known = all.entry(name).or_default();
                 *known = known.plus(reported);

@@ -27,7 +27,7 @@ pub use layer::Layer;
 pub use layer_ranks::LayerRanks;
 pub use low_rank::LowRank;
 pub use region::Region;
-pub(crate) use region_watch::{is_each_the_whole, note_entered, watched};
+pub(crate) use region_watch::{SeenRegions, is_each_the_whole, note_entered, watched};
 pub use row_parallel_linear::{RowParallelLinear, row_parallel_linear, row_parallel_linear_shard};
 pub use tape::Tape;
 pub use vocab_parallel_cross_entropy::{

@@ -5,27 +5,45 @@
 //! whose pass of a block asks for it.
 
 use std::cell::RefCell;
+use std::collections::HashSet;
 
 use candle_comm::{ProcessGroup, Scope};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 
 use crate::checksums::checksum;
 
 thread_local! {
-    /// What entered regions in the pass of a block that is watched.
-    static ENTERED: RefCell<Option<Vec<u64>>> = const { RefCell::new(None) };
+    /// The regions in the pass of a block that is watched.
+    static SEEN: RefCell<Option<SeenRegions>> = const { RefCell::new(None) };
 }
 
-/// Does `work`, a pass of a block. What entered regions in it, condensed, if it is watched.
-pub(crate) fn watched<T>(is_watched: bool, work: impl FnOnce() -> T) -> (T, Vec<u64>) {
-    ENTERED.set(is_watched.then(Vec::new));
+/// What was seen of regions in a pass of a block.
+#[derive(Default)]
+pub(crate) struct SeenRegions {
+    /// What entered regions, condensed.
+    pub entered: Vec<u64>,
+    /// What was summed, in the order of the calls.
+    pub sums: Vec<RegionSum>,
+}
+
+/// A sum over the ranks of a region.
+pub(crate) struct RegionSum {
+    /// What is summed, in words.
+    pub what: &'static str,
+    /// Whether each rank had the whole of it, and not a summand; `None` if the values say nothing of that.
+    pub is_each_the_whole: Option<bool>,
+}
+
+/// Does `work`, a pass of a block. What was seen of regions in it, if it is watched.
+pub(crate) fn watched<T>(is_watched: bool, work: impl FnOnce() -> T) -> (T, SeenRegions) {
+    SEEN.set(is_watched.then(SeenRegions::default));
     let result = work();
-    (result, ENTERED.take().unwrap_or_default())
+    (result, SEEN.take().unwrap_or_default())
 }
 
 /// Whether regions of `tp` are watched now: those of the mesh's tensor-parallel ranks.
 fn is_watched(tp: &ProcessGroup) -> bool {
-    Scope::covers(tp) && ENTERED.with_borrow(Option::is_some)
+    Scope::covers(tp) && SEEN.with_borrow(Option::is_some)
 }
 
 /// Notes what enters a region.
@@ -34,27 +52,44 @@ pub(crate) fn note_entered(xs: &Tensor, tp: &ProcessGroup) -> Result<()> {
         return Ok(());
     }
     let sum = checksum(xs)?;
-    ENTERED.with_borrow_mut(|entered| entered.iter_mut().for_each(|entered| entered.push(sum)));
+    SEEN.with_borrow_mut(|seen| seen.iter_mut().for_each(|seen| seen.entered.push(sum)));
     Ok(())
 }
 
-/// An error if `mine` is not this rank's summand of `sum` but all of it, as on the other ranks: `what` it is goes into
-/// the message.
-pub(super) fn check_is_summand(
-    what: &str,
+/// Notes whether `mine` is all of `sum`, and not this rank's summand. Equal counts, constants and what a router
+/// without training gives may rightly be the same on all ranks, so few different values say nothing.
+pub(super) fn note_sum(
+    what: &'static str,
     mine: &Tensor,
     sum: &Tensor,
     tp: &ProcessGroup,
 ) -> Result<()> {
-    let num_ranks = tp.world_size();
-    if !is_watched(tp) || !is_each_the_whole(mine, sum, num_ranks)? {
+    if !is_watched(tp) {
         return Ok(());
     }
-    bail!(
-        "{what} is the same on all {num_ranks} tensor-parallel ranks, though it should be a summand on each: the sum is {num_ranks} times too \
-         large\nhint: a region is entered once (copy_to_tensor_parallel_region, ColumnParallelLinear), and left once \
-         (reduce_from_tensor_parallel_region, RowParallelLinear), whose result all ranks have"
-    )
+    let is_each_the_whole = match has_many_values(mine)? {
+        true => Some(is_each_the_whole(mine, sum, tp.world_size())?),
+        false => None,
+    };
+    SEEN.with_borrow_mut(|seen| {
+        seen.iter_mut().for_each(|seen| {
+            seen.sums.push(RegionSum {
+                what,
+                is_each_the_whole,
+            });
+        });
+    });
+    Ok(())
+}
+
+/// As many different values are no accident if all ranks have them.
+const MANY_VALUES: usize = 64;
+
+fn has_many_values(values: &Tensor) -> Result<bool> {
+    let values = values.flatten_all()?.to_dtype(candle_core::DType::F32)?;
+    let mut different = HashSet::new();
+    let mut values = values.to_vec1::<f32>()?.into_iter();
+    Ok(values.any(|value| different.insert(value.to_bits()) && different.len() >= MANY_VALUES))
 }
 
 /// Whether `sum`, to which `num_ranks` ranks have added, is as many times `mine`, up to the rounding of the additions;

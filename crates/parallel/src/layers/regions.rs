@@ -15,7 +15,7 @@ use candle_core::{D, Result, Tensor, bail};
 use candle_ops::with_backward1;
 
 use super::region::Region;
-use super::region_watch::{check_is_summand, note_entered};
+use super::region_watch::{note_entered, note_sum};
 use crate::pass::Pass;
 use crate::placement::part;
 
@@ -35,7 +35,7 @@ pub fn copy_to_tensor_parallel_region(xs: &Tensor, tp: &ProcessGroup) -> Result<
         "copy_to_tensor_parallel_region",
         move |grad| {
             let sum = tp.all_reduce(grad, ReduceOp::Sum)?;
-            check_is_summand("the gradient of what enters a region", grad, &sum, &tp)?;
+            note_sum("the gradient of what enters a region", grad, &sum, &tp)?;
             Ok(Some(sum))
         },
     )
@@ -50,7 +50,7 @@ pub fn reduce_from_tensor_parallel_region(xs: &Tensor, tp: &ProcessGroup) -> Res
         return Ok(xs.clone());
     }
     let sum = tp.all_reduce(&xs.detach(), ReduceOp::Sum)?;
-    check_is_summand("what leaves a region", xs, &sum, tp)?;
+    note_sum("what leaves a region", xs, &sum, tp)?;
     with_backward1(xs, sum, "reduce_from_tensor_parallel_region", |grad| {
         Ok(Some(grad.clone()))
     })

@@ -74,6 +74,10 @@ impl AdamWConfig {
 pub struct AdamW(pub AdamWConfig);
 
 impl Optimizer for AdamW {
+    fn describe(&self) -> String {
+        format!("{self:?}")
+    }
+
     fn state_names(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]
     }

@@ -18,7 +18,8 @@ use crate::agreement::Facts;
 use crate::gradients::{Gradients, ReducedGradients, ReducedLoss, UpdateNotice};
 use crate::memory::{MemoryCategory, num_bytes};
 use crate::params::{
-    BucketWeights, FlatBuffer, Parameters, ReplicaGroups, SaveSource, SeenWeights, gather_range,
+    BucketWeights, Claim, FlatBuffer, Parameters, ReplicaGroups, SaveSource, SeenWeights,
+    gather_range,
 };
 use crate::pass::PipelineRank;
 use crate::placement::{intersect, offset_by};
@@ -34,9 +35,14 @@ pub struct DistributedOptimizer {
     pub(super) scaler: Option<LossScaler>,
     /// Some of the weights, as the last update left them.
     seen: Option<SeenWeights>,
+    /// The bucket and the place in it from which weights are seen next.
+    next_seen: (usize, usize),
     /// Says that the parameters have an optimizer.
-    _claim: Arc<()>,
+    claim: Arc<Claim>,
 }
+
+/// Weights of which a step sees whether they are what it left: as many in turn, at next to no cost.
+const MAX_SEEN: usize = 1 << 20;
 
 /// Buckets of weights whose whole is on its way at a time with ZeRO-2.
 const MAX_GATHERS: usize = 2;
@@ -63,7 +69,7 @@ impl DistributedOptimizer {
     /// [says](crate::ParamStore::with_offload).
     ///
     /// # Errors
-    /// Constants out of their range, parameters of a type that cannot be trained or that have an optimizer already, and
+    /// Constants out of their range, parameters of a type that cannot be trained, and
     /// memory that is missing; a folder that is missing, full or may not be written to.
     pub fn new(params: &Parameters, mesh: &Mesh, rule: impl Optimizer + 'static) -> Result<Self> {
         if params.is_empty() {
@@ -78,7 +84,7 @@ impl DistributedOptimizer {
                 params.catalog().len()
             );
         }
-        let claim = params.claim_for_optimizer()?;
+        let claim = params.claim_for_optimizer();
         let rules = Rules::new(Box::new(rule), Vec::new(), params)?;
         let store = new_store(params, &rules, mesh)?;
         Ok(Self {
@@ -90,7 +96,8 @@ impl DistributedOptimizer {
             has_diverged: false,
             scaler: None,
             seen: None,
-            _claim: claim,
+            next_seen: (0, 0),
+            claim,
         })
     }
 
@@ -188,6 +195,20 @@ impl DistributedOptimizer {
         self.params.groups().own_range(bucket.len)
     }
 
+    /// The local values of parameter `index` in f32, as the optimizer has them: of weights in bf16 or f16 the masters, from
+    /// which they are rounded. A copy, also with ZeRO-3, that later updates leave as it is, and that
+    /// [`Parameters::set`] sets exactly. Every data-parallel rank must call it.
+    ///
+    /// # Errors
+    /// Values that were [released](Parameters::release), and failures of ranks.
+    pub fn values_f32(&self, index: usize) -> Result<Tensor> {
+        let values = match self.master(index)? {
+            Some(masters) => masters,
+            None => self.params.values(index)?.to_dtype(DType::F32)?,
+        };
+        values.force_contiguous()
+    }
+
     /// The local values of parameter `index` before they were rounded to its type; `None` if it is f32 or frozen. Every
     /// data-parallel rank must call it.
     pub(crate) fn master(&self, index: usize) -> Result<Option<Tensor>> {
@@ -253,16 +274,36 @@ impl DistributedOptimizer {
             written,
         };
         let reduced = gradients.reduce_for(Some(&update))?;
-        self.step_reduced(reduced, lr, max_norm)
+        let report = self.step_reduced(reduced, lr, max_norm)?;
+        self.see_weights()?;
+        Ok(report)
+    }
+
+    /// Remembers some of the weights for the next step, others each time.
+    fn see_weights(&mut self) -> Result<()> {
+        let (bucket, start) = self.next_seen;
+        let num_buckets = self.params.layout().buckets.len();
+        if num_buckets == 0 {
+            return Ok(());
+        }
+        let len = self.own_range(bucket).len();
+        let end = len.min(start + MAX_SEEN);
+        self.next_seen = match end == len {
+            true => ((bucket + 1) % num_buckets, 0),
+            false => (bucket, end),
+        };
+        self.seen = self.params.see_weights(bucket, start..end)?;
+        Ok(())
     }
 
     /// What all ranks must say alike of an update.
     fn update_facts(&self, lr: f64, max_norm: Option<f64>) -> Facts {
         let mut facts = Facts::default();
-        facts.add("the optimizer's rule", self.rules.main().describe());
+        let [rule, groups] = self.rules.described();
+        facts.add("the optimizer's rule", rule);
         facts.add("the number of the update", self.num_steps + 1);
         facts.add("the learning rate", lr);
-        facts.add("the groups of parameters", self.rules.described());
+        facts.add("the groups of parameters", groups);
         facts.add("the norm to clip to", format!("{max_norm:?}"));
         facts
     }
@@ -317,6 +358,7 @@ impl DistributedOptimizer {
                 "the learning rate is {lr}; expected a finite number >= 0; the weights were not updated"
             );
         }
+        self.params.claim_update(&self.claim)?;
         // Weights that nobody asked for since the last update are still on their way.
         self.params.pending().wait_for_all()?;
         self.follow_set_weights()?;
@@ -357,11 +399,6 @@ impl DistributedOptimizer {
         }
         self.set_num_steps(number);
         params.forget_set();
-        // Another bucket after each update: all in turn, at next to no cost.
-        self.seen = match layout.buckets.len() {
-            0 => None,
-            num_buckets => params.see_weights(number % num_buckets)?,
-        };
         Ok(())
     }
 

@@ -7,6 +7,7 @@
 //! A bf16 weight is the upper half of its master already. A rule that can do so keeps the other half only, its
 //! [remainder](candle_ops::split_master).
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -15,7 +16,7 @@ use half::bf16;
 
 use super::distributed::DistributedOptimizer;
 use super::state_store::BucketState;
-use crate::params::{FlatBuffer, Parameters, SaveSource, Slot, move_storage};
+use crate::params::{FlatBuffer, Parameters, SaveSource, SetValues, Slot, move_storage};
 use crate::placement::{intersect, offset_by};
 
 /// Kind of state: the f32 weights that the optimizer updates, those of the model or the masters of narrower ones.
@@ -88,20 +89,34 @@ impl DistributedOptimizer {
 
     /// Gives masters the values to which a program has [set](Parameters::set) their weights.
     pub(super) fn follow_set_weights(&self) -> Result<()> {
-        for (param, values) in self.params.take_ahead_of_masters() {
-            let Some((bucket, whole, slot)) = self.params.layout().slot(param) else {
-                continue;
-            };
-            let mine = intersect(&slot.range, &self.params.groups().own_range(whole.len));
+        let mut by_bucket: BTreeMap<usize, Vec<(&Slot, SetValues)>> = BTreeMap::new();
+        for (param, set) in self.params.take_ahead_of_masters() {
+            if let Some((bucket, _, slot)) = self.params.layout().slot(param) {
+                by_bucket.entry(bucket).or_default().push((slot, set));
+            }
+        }
+        for (bucket, all) in by_bucket {
+            let are_joined = self.store.shape(bucket).master == Some(DType::I16);
             self.change_masters(bucket, |part, state| {
                 let own = part_of_own(&self.params, bucket, part);
-                let both = intersect(&mine, &own);
-                let Some(masters) = state.master.as_ref().filter(|_| !both.is_empty()) else {
+                let Some(masters) = &state.master else {
                     return Ok(());
                 };
-                let values = values.narrow(0, both.start - mine.start, both.len())?;
-                let values = values.force_contiguous()?.to_device(masters.device())?;
-                masters.slice_set(&values, 0, both.start - own.start)
+                for (slot, set) in &all {
+                    let start = slot.range.start;
+                    let places = start + set.range.start..start + set.range.end;
+                    let both = intersect(&places, &own);
+                    if both.is_empty() {
+                        continue;
+                    }
+                    let place = both.start - own.start;
+                    let dtype = self.params.get(slot.param).dtype();
+                    let kept = masters.narrow(0, place, both.len())?;
+                    let both = offset_by(&both, start);
+                    let values = set.masters(&both, &kept, (dtype, are_joined))?;
+                    masters.slice_set(&values, 0, place)?;
+                }
+                Ok(())
             })?;
         }
         Ok(())

@@ -34,11 +34,14 @@ use crate::params::Param;
 /// A [`DistributedOptimizer`] keeps its state, one f32 value of each name for each value of a parameter that the rank updates,
 /// and calls it for a bucket of parameters at a time, with ZeRO-3 for a parameter. A [`ParamGroup`] may have another rule than the rest.
 ///
-/// A rule's `Debug` form is what ranks [compare](Self::describe): `#[derive(Debug)]` has its constants.
-pub trait Optimizer: std::fmt::Debug + Send {
-    /// The rule with its constants, which every rank must have alike: compared in each update.
+/// A rule with constants says them in [`Self::describe`], which ranks compare.
+pub trait Optimizer: Send {
+    /// The rule with its constants, which every rank must have alike: compared in each update, as it was when the rule
+    /// was given to the optimizer. Override it with the constants, as by `format!("{self:?}")` of a `Debug` form: without
+    /// that it is the type and the kinds of state, and another constant on one rank is not found.
     fn describe(&self) -> String {
-        format!("{self:?}")
+        let name = std::any::type_name::<Self>();
+        format!("{name} with the state {:?}", self.state_names())
     }
 
     /// Names of the kinds of state, which begin as zeros: `exp_avg` and `exp_avg_sq` for AdamW.

@@ -26,7 +26,8 @@ pub(super) struct Rules {
     group_of: Vec<Option<usize>>,
     /// Of each bucket, the state that rules have.
     spans: Vec<Vec<RuleSpan>>,
-    described: String,
+    /// The rule of all parameters, and the groups, in words.
+    described: [String; 2],
 }
 
 /// What one rule has of a bucket.
@@ -54,12 +55,12 @@ impl Rules {
         let mut rules = Self {
             group_of: group_of.collect(),
             spans: Vec::new(),
-            described: String::new(),
+            described: Default::default(),
             main,
             groups,
         };
         rules.check_matrices(params)?;
-        rules.described = rules.describe(params);
+        rules.described = [rules.main.describe(), rules.describe(params)];
         let buckets = params.layout().buckets.iter();
         rules.spans = buckets.map(|bucket| rules.find(bucket, params)).collect();
         Ok(rules)
@@ -134,8 +135,8 @@ impl Rules {
         })
     }
 
-    /// What all ranks must say alike of the groups.
-    pub fn described(&self) -> &str {
+    /// What all ranks must say alike of the rule of all parameters, and of the groups.
+    pub fn described(&self) -> &[String; 2] {
         &self.described
     }
 
@@ -154,11 +155,6 @@ impl Rules {
             )
         });
         format!("[{}]", groups.collect::<Vec<_>>().join("; "))
-    }
-
-    /// The rule of all parameters that no group gives another one.
-    pub fn main(&self) -> &dyn Optimizer {
-        &*self.main
     }
 
     /// Names of all kinds of state, each once.

@@ -42,7 +42,7 @@ pub use parameters::Parameters;
 pub(crate) use pending_weights::BucketWeights;
 pub use rank_spec::{HeldParam, RankSpec};
 pub(crate) use released::{is_about_released, move_storage};
-pub(crate) use set_weights::{SeenWeights, WrittenWeights};
+pub(crate) use set_weights::{Claim, SeenWeights, SetValues, WrittenWeights};
 pub(crate) use sharded_weights::is_adopted;
 pub(crate) use slices::gather_range;
 pub use store::ParamStore;

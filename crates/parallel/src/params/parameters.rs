@@ -58,7 +58,7 @@ struct Inner {
     /// Of each parameter whose values are in memory.
     held: Mutex<Vec<Option<MemoryGuard>>>,
     changes: Changes,
-    set_weights: SetWeights,
+    set_weights: Arc<SetWeights>,
     /// Updates that an optimizer has made, on which dropout depends.
     num_updates: AtomicUsize,
 }
@@ -71,6 +71,7 @@ pub(super) struct Requested {
     pub source: Arc<Source>,
     pub allowance: Allowance,
     pub pending: Arc<PendingWeights>,
+    pub set_weights: Arc<SetWeights>,
     pub sharded: Arc<OnceLock<ShardedWeights>>,
     pub packed: Arc<PackedWeights>,
     pub replicas: DataParallel,
@@ -91,6 +92,7 @@ impl Parameters {
             source,
             allowance,
             pending,
+            set_weights,
             sharded,
             packed,
             replicas,
@@ -182,7 +184,7 @@ impl Parameters {
                 waiting,
                 held: Mutex::new(held.collect()),
                 changes: Changes::new(params.len()),
-                set_weights: SetWeights::default(),
+                set_weights,
                 num_updates: AtomicUsize::new(0),
                 meter,
                 owned,
@@ -204,6 +206,11 @@ impl Parameters {
     /// Whether these are the parameters of the same model, and not equal ones of another.
     pub(crate) fn are_those_of(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
+    /// Tells the model from all others of this process.
+    pub(super) fn address(&self) -> usize {
+        Arc::as_ptr(&self.inner) as usize
     }
 
     /// The parameters of this rank, in name order.
@@ -476,6 +483,7 @@ impl Parameters {
     pub(crate) fn put(&self, index: usize, values: &Tensor) -> Result<()> {
         let param = self.get(index);
         self.set_weights().note_write();
+        self.set_weights().forget(&param.name);
         param.refill(values)?;
         param.pack()?;
         self.count(index);
@@ -500,6 +508,7 @@ impl Parameters {
         };
         param.check_fits(values)?;
         sharded.free_all()?;
+        self.set_weights().forget(&param.name);
         self.set_save_source(index, SaveSource::Refill);
         let own = self.groups().own_range(bucket.len);
         let mine = intersect(&slot.range, &own);

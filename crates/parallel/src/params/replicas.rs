@@ -49,16 +49,12 @@ impl Parameters {
     }
 
     /// An error on every rank of the mesh that names the first trained parameter of which two data-parallel ranks hold
-    /// other values, be it whole or the same slice; `when` says when that was. Hashes are compared. Where ranks need
-    /// not come to the same bits it is a warning. Every rank must call it.
+    /// other values of what both update: all of it with ZeRO-0, the same slices with groups. What one rank updates and the others
+    /// fetch is not compared. `when` says when that was. Hashes are compared. Where ranks need not come to the same bits it is a
+    /// warning. Every rank must call it.
     pub(crate) fn check_replicas(&self, mesh: &Mesh, when: &str) -> Result<()> {
-        let is_sliced = self.sharded().is_some();
         let groups = self.groups();
-        let group = if is_sliced {
-            &groups.replicate
-        } else {
-            &mesh.replicas
-        };
+        let group = &groups.replicate;
         if group.world_size() == 1 {
             return Ok(());
         }
@@ -69,17 +65,14 @@ impl Parameters {
             for slot in &bucket.slots {
                 let param = self.get(slot.param);
                 let mine = intersect(&slot.range, &own);
-                let values = match is_sliced {
-                    false => param.values()?,
-                    true if mine.is_empty() => continue,
-                    true => self.own_weights(index, slot, &mine)?,
-                };
-                sums.add(Shared::Replica(param.name.clone()), 0, &values)?;
+                if !mine.is_empty() {
+                    let values = self.own_weights(index, slot, &mine)?;
+                    sums.add(Shared::Replica(param.name.clone()), 0, &values)?;
+                }
             }
         }
         let place = [mesh.pp.rank(), mesh.tp.rank(), groups.shard.rank()];
-        let place = if is_sliced { &place[..] } else { &place[..2] };
-        let own = Comparison::over(group, place).summand(sums.condensed());
+        let own = Comparison::over(group, &place).summand(sums.condensed());
         let own = Tensor::new(&[own], mesh.world.device())?;
         let sum = mesh.world.all_reduce(&own, ReduceOp::Sum)?;
         if sum.to_vec1::<f64>()? == [0.0] {

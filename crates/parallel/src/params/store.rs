@@ -18,6 +18,7 @@ use super::param_spec::ParamSpec;
 use super::parameters::{Parameters, Requested};
 use super::pending_weights::PendingWeights;
 use super::released::empty_var;
+use super::set_weights::SetWeights;
 use super::sharded_weights::ShardedWeights;
 use super::source::{BaseSource, LoraSource, Source, Wanted};
 use super::tiled_weight::TiledWeight;
@@ -38,6 +39,7 @@ pub struct ParamStore {
     source: Arc<Source>,
     state: Arc<Mutex<StoreState>>,
     pending: Arc<PendingWeights>,
+    set_weights: Arc<SetWeights>,
     sharded: Arc<OnceLock<ShardedWeights>>,
     packed: Arc<PackedWeights>,
 }
@@ -130,6 +132,7 @@ impl ParamStore {
             source: Arc::new(Source { base, lora: None }),
             state: Arc::default(),
             pending: Arc::default(),
+            set_weights: Arc::default(),
             sharded: Arc::default(),
             packed: Arc::default(),
         }
@@ -548,6 +551,7 @@ impl ParamStore {
             source: self.source.clone(),
             allowance: state.allowance.clone(),
             pending: self.pending.clone(),
+            set_weights: self.set_weights.clone(),
             sharded: self.sharded.clone(),
             packed: self.packed.clone(),
             replicas: state.replicas,

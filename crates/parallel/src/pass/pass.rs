@@ -213,7 +213,8 @@ impl Pass {
     }
 
     /// Puts the mean of what is reported under `name`, scalars, over blocks, micro-batches and replicas into the metrics of the step; once
-    /// if the forward pass runs again. Tensor-parallel ranks must report the same. Outside of training it does nothing.
+    /// if the forward pass runs again. Of tensor-parallel ranks the first one's counts, with a warning if another reports
+    /// something else, or nothing. Outside of training it does nothing.
     ///
     /// # Errors
     /// A value that is no scalar.

@@ -30,6 +30,11 @@ impl Reported {
         f64::from_bits(self.sum_bits)
     }
 
+    /// Whether it is a loss, which all tensor-parallel ranks train on.
+    pub fn is_loss(self) -> bool {
+        self.count == 0
+    }
+
     /// A hash of what is reported under a name; the same for all NaNs.
     pub fn condensed(self, name: &str) -> u64 {
         let sum = if self.sum().is_nan() {

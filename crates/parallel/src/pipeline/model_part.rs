@@ -14,7 +14,7 @@ use super::stage_block::{Saved, StageBlock};
 use crate::agreement::Facts;
 use crate::checksums::Shared;
 use crate::gradients::Gradients;
-use crate::layers::{Head, Region, watched};
+use crate::layers::{Head, Region, SeenRegions, watched};
 use crate::offload::Stored;
 use crate::params::{ParamBuilder, Parameters, is_about_released};
 use crate::pass::{Early, InputHalf, Loss, Pass, WeightJobs};
@@ -86,8 +86,8 @@ pub(super) struct StageGrad {
 struct SeenInPass {
     /// Collectives of tensor-parallel ranks.
     num_collectives: u64,
-    /// What entered regions, condensed, if they were watched.
-    entered: Vec<u64>,
+    /// Its regions, if they were watched.
+    regions: SeenRegions,
 }
 
 /// What of a backward pass is computed.
@@ -103,6 +103,7 @@ pub(super) enum BackwardHalf {
 pub(super) type StageJobs = Vec<(usize, WeightJobs)>;
 
 const FORWARD: &str = "forward pass";
+const BACKWARD: &str = "backward pass";
 
 /// The error of building a block; if it is that of values which are not in memory, why they are not.
 fn about_released_while_building(err: Error) -> Error {
@@ -392,7 +393,7 @@ impl ModelPart {
             let (output, kept) =
                 result.map_err(|err| self.about_released(err, block, &input, &pass))?;
             gradients.count_collectives(seen.num_collectives);
-            gradients.note_entered(block.index, seen.entered);
+            gradients.note_regions((FORWARD, block.index), seen.regions)?;
             if let Some(output) = &output {
                 self.check_border(block.index, output, &pass)?;
                 if self.is_shared(output, &pass) {
@@ -464,11 +465,11 @@ impl ModelPart {
                 self.params.prefetch(next)?;
             }
             self.params.check_present(&block.params)?;
-            let ((result, entered), num_collectives) =
+            let ((result, regions), num_collectives) =
                 scope.run(&self.tp, || watched(watches_regions, pass));
             seen = SeenInPass {
                 num_collectives,
-                entered,
+                regions,
             };
             let result = result?;
             self.params.reshard(block.index, next)?;
@@ -563,7 +564,7 @@ impl ModelPart {
             let next = next.map(|next| stage.blocks[next].index).or(after);
             let mut jobs = WeightJobs::new(self.params.sharded().is_none());
             let watch = gradients.watches_regions();
-            let (result, seen) = self.run("backward pass", block, next, watch, || {
+            let (result, seen) = self.run(BACKWARD, block, next, watch, || {
                 let (pass, params) = (&tape.pass, &self.params);
                 let mut now = gradients.of_stage(stage.index);
                 let BackwardHalf::Input(early) = half else {
@@ -585,7 +586,7 @@ impl ModelPart {
                 (result, _) => result?,
             };
             gradients.count_collectives(seen.num_collectives);
-            gradients.note_entered(block.index, seen.entered);
+            gradients.note_regions((BACKWARD, block.index), seen.regions)?;
             if let Some(loss) = loss {
                 gradients.note_border(Shared::Output(block.index), &loss.sum)?;
                 grad.loss = Some(loss);

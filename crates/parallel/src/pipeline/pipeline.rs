@@ -257,7 +257,7 @@ impl Pipeline {
 
 /// An error that names the first micro-batch without values: nothing could be learned from it, nor a gradient come of
 /// it.
-pub(super) fn check_have_rows(micro_batches: &[Pass]) -> Result<()> {
+fn check_have_rows(micro_batches: &[Pass]) -> Result<()> {
     for (index, pass) in micro_batches.iter().enumerate() {
         if pass.inputs().elem_count() == 0 {
             bail!(

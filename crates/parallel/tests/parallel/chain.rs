@@ -132,7 +132,19 @@ impl Chain {
 
     /// `num` micro-batches of (2, 3) random tokens.
     pub fn micro_batches(&self, seed: u64, num: usize) -> Result<Vec<Pass>> {
-        let ids = |seed| Tensor::from_vec(random_ids(seed, 6, self.vocab), (2, 3), &Device::Cpu);
+        self.micro_batches_of((2, 3), seed, num)
+    }
+
+    /// As [`Self::micro_batches`], of this shape.
+    pub fn micro_batches_of(
+        &self,
+        dims: (usize, usize),
+        seed: u64,
+        num: usize,
+    ) -> Result<Vec<Pass>> {
+        let num_ids = dims.0 * dims.1;
+        let ids =
+            |seed| Tensor::from_vec(random_ids(seed, num_ids, self.vocab), dims, &Device::Cpu);
         (0..num as u64)
             .map(|index| {
                 Ok(Pass::train(

@@ -48,6 +48,16 @@ pub fn with_block(
 
 /// Trains on two micro-batches a step, which the replicas divide.
 pub fn train(mesh: &Mesh, part: &ModelPart, num_steps: u64) -> Result<Numbers> {
+    train_on((2, 3), mesh, part, num_steps)
+}
+
+/// As [`train`], on micro-batches of this shape.
+pub fn train_on(
+    dims: (usize, usize),
+    mesh: &Mesh,
+    part: &ModelPart,
+    num_steps: u64,
+) -> Result<Numbers> {
     let config = AdamWConfig::default();
     let mut optimizer = DistributedOptimizer::adamw(part.params(), mesh, config)?;
     let mut gradients = Gradients::new(part.params(), mesh)?;
@@ -55,7 +65,7 @@ pub fn train(mesh: &Mesh, part: &ModelPart, num_steps: u64) -> Result<Numbers> {
     let (rank, dp) = (mesh.dp.rank(), mesh.dp.world_size());
     let mut numbers = Numbers::new();
     for step in 0..num_steps {
-        let batches = Chain::default().micro_batches(10 * step, 2)?;
+        let batches = Chain::default().micro_batches_of(dims, 10 * step, 2)?;
         let own = &batches[rank * 2 / dp..(rank + 1) * 2 / dp];
         pipeline.forward_backward(part, own, &mut gradients)?;
         let report = optimizer.step(&mut gradients, 0.05, Some(1.0))?;

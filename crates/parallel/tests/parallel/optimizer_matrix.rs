@@ -19,7 +19,6 @@ use crate::chain::{Chain, HIDDEN, Values, gather_weights, one_target};
 use crate::check::{assert_says, message, on_mesh, random, single_mesh};
 
 /// Muon: v ← 0.95 v + g, θ ← θ(1 − ηλ) − η √max(1, rows / columns) orthogonal(g + 0.95 v).
-#[derive(Debug)]
 struct Muon;
 
 impl Optimizer for Muon {
@@ -331,7 +330,7 @@ fn a_checkpoint_of_other_rules_is_refused() {
 }
 
 /// What a rule sees: of each call the parameter's name, shape, place and, of a matrix, all of it.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 struct Observer(Arc<Mutex<Vec<Seen>>>);
 
 #[derive(Clone, Debug)]
@@ -343,10 +342,6 @@ struct Seen {
 }
 
 impl Optimizer for Observer {
-    fn describe(&self) -> String {
-        "observer".to_string()
-    }
-
     fn state_names(&self) -> &'static [&'static str] {
         &[]
     }
@@ -504,7 +499,6 @@ fn muon_takes_less_memory_than_adamw() -> Result<()> {
 }
 
 /// A rule that says it needs matrices and cannot update them.
-#[derive(Debug)]
 struct Unable;
 
 impl Optimizer for Unable {

@@ -10,7 +10,6 @@ use crate::chain::{Chain, Values, gather_weights, one_target};
 use crate::check::{assert_says, assert_values_close, message, on_mesh, random, single_mesh};
 
 /// v ← 0.9 v + g, θ ← θ − η v, in candle's operations.
-#[derive(Debug)]
 pub struct Momentum;
 
 impl Optimizer for Momentum {

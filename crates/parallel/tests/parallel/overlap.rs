@@ -16,7 +16,6 @@ use crate::check::{ZERO_STAGES, assert_says, message, on_mesh_with_delays};
 const STEPS: u64 = 3;
 
 /// AdamW on a rank that is slow now and then.
-#[derive(Debug)]
 struct Slow(AdamW, u64);
 
 impl Optimizer for Slow {
