@@ -229,7 +229,7 @@ fn another_run_is_refused_by_name() {
     let again = workspace.path("again").display().to_string();
     workspace.run_refused(
         &program,
-        &["is a checkpoint already", "hint: --resume latest"],
+        &["is a checkpoint already", "(--resume latest)", "hint: "],
     );
     let resumed = program
         .flag("--save-dir", &again)

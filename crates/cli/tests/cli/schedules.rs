@@ -161,7 +161,7 @@ fn what_a_schedule_does_not_take_is_refused_with_what_it_takes() {
             &[("--schedule", "zbv"), ("--virtual-stages", "3")],
             &[
                 "the schedule zbv has 2 stages on each rank, got 3",
-                "hint: --virtual-stages 2",
+                "hint: virtual stages 2 (--virtual-stages 2)",
             ],
         ),
         (
