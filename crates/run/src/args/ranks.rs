@@ -125,11 +125,21 @@ impl RankArgs {
     /// An environment variable that means nothing.
     pub fn needs_mpi(&self) -> Result<bool> {
         let env = RankEnv::from_env().map_err(candle_core::Error::wrap)?;
-        let device = self.device.unwrap_or(DeviceChoice::preferred());
-        let preferred = || Backend::preferred(&env, device != DeviceChoice::Cpu);
-        let backend = self.backend.unwrap_or_else(preferred);
         let is_ours = env.world_size() > 1 && env.started_by() == StartedBy::CandleTrain;
-        Ok(is_ours && backend == Backend::Mpi && backend.is_built())
+        if !is_ours || !Backend::Mpi.is_built() {
+            return Ok(false);
+        }
+        let on_gpu = || match self.device {
+            Some(device) => device != DeviceChoice::Cpu,
+            // One that cannot be used leaves the rank on the CPU.
+            None => {
+                let device = DeviceChoice::preferred().open_for_process(env.local_rank());
+                device.is_ok_and(|device| device.is_cuda())
+            }
+        };
+        let backend = self.backend;
+        let backend = backend.unwrap_or_else(|| Backend::preferred(&env, on_gpu()));
+        Ok(backend == Backend::Mpi)
     }
 
     /// Makes this rank compute as the flags say: for each rank, before it does anything else.
