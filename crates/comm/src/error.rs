@@ -70,7 +70,7 @@ pub enum Error {
     PeerFailed {
         /// The rank that reports this.
         waiting: usize,
-        /// What it called, where.
+        /// Its call, and where that is in the source.
         call: String,
         /// The rank that failed.
         rank: usize,
@@ -86,7 +86,7 @@ pub enum Error {
     PeerLeft {
         /// The rank that reports this.
         waiting: usize,
-        /// What it called, where.
+        /// Its call, and where that is in the source.
         call: String,
         /// The rank that left.
         rank: usize,
@@ -103,7 +103,7 @@ pub enum Error {
     Deadlock {
         /// The rank that reports this.
         waiting: usize,
-        /// What it called, where.
+        /// Its call, and where that is in the source.
         call: String,
         /// The ranks.
         ranks: String,
@@ -120,7 +120,7 @@ pub enum Error {
     Deadline {
         /// The rank that reports this.
         waiting: usize,
-        /// What it called, where.
+        /// Its call, and where that is in the source.
         call: String,
         /// The deadline in seconds.
         secs: f64,

@@ -22,7 +22,7 @@ pub(crate) enum Shared {
     Output(usize),
     /// The gradient of a block's input.
     InputGrad(usize),
-    /// What enters a region in a block.
+    /// An input of a region in a block.
     RegionInput(usize),
     /// Values of a parameter that data-parallel ranks have, too.
     Replica(String),

@@ -91,7 +91,7 @@ pub(crate) struct Settled {
     pub record: TrainingRecord,
     /// What it is called, if it begins.
     pub name: String,
-    /// What all ranks will hold, if that is known.
+    /// Memory that all ranks will hold, if that is known.
     pub memory: Option<RanksMemory>,
 }
 

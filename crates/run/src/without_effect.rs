@@ -10,7 +10,7 @@ use crate::args::choices::{Choice, PackChoice};
 use crate::args::training::TrainingArgs;
 
 impl TrainingArgs {
-    /// What flags ask for after more steps than the run has, a line each.
+    /// Warnings of flags that ask for something after more steps than the run has.
     pub(crate) fn never_reached(&self, schedule: &LrSchedule) -> Vec<String> {
         let num_steps = schedule.num_steps;
         let run = counted(num_steps, "step");

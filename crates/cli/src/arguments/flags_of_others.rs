@@ -43,7 +43,7 @@ const COMMANDS: [(&str, &str); 8] = [
     ),
 ];
 
-/// What the subcommand of another program is here, if it is known.
+/// The command here that does what a subcommand of another program does, if it is known.
 pub(crate) fn tip_of_command(name: &str) -> Option<&'static str> {
     let name = name.to_ascii_lowercase();
     let mut commands = COMMANDS.iter();
@@ -51,7 +51,7 @@ pub(crate) fn tip_of_command(name: &str) -> Option<&'static str> {
     Some(tip)
 }
 
-/// What a word that no command takes is for: a model or data without its flag.
+/// Guesses the flag that is missing before a word that no command takes: that of a model or of data.
 pub(crate) fn tip_of_word(command: &Command, word: &str) -> Option<String> {
     // A model is a folder, or on the hub.
     let is_data = Path::new(word).is_file();

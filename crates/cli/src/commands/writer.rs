@@ -64,7 +64,7 @@ impl Model {
         format!("{choice}, repetition_penalty {repetition_penalty}, ends {ends:?}")
     }
 
-    /// What bounds a text after a prompt of so many tokens: its end is at the model's positions, unless the model goes on beyond them.
+    /// Bounds a text after a prompt of so many tokens by the model's positions, unless the model goes on beyond them.
     ///
     /// # Errors
     /// A prompt that is longer.
@@ -88,7 +88,7 @@ impl Model {
     }
 }
 
-/// What a model does beyond its positions, in words, if it is made to go on there.
+/// How a model goes on beyond its positions, in words, if it does.
 fn beyond(config: &ModelConfig) -> Option<String> {
     if config.max_text_len() != usize::MAX {
         return None;

@@ -100,7 +100,7 @@ fn an_end_for_want_of_memory_says_what_takes_less() {
     }
 }
 
-/// What stays packed depends on the processor, and the environment decides for a whole process.
+/// The processor decides which weights stay packed, and the environment variable holds for a whole process.
 #[test]
 fn in_each_way_of_multiplying() {
     let possible = ProductChoice::ALL.into_iter();

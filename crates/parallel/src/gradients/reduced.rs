@@ -47,11 +47,11 @@ impl ReducedBuckets {
     }
 }
 
-/// What a rank says of the update for which gradients are summed.
+/// A rank's settings of an update, which all ranks must have alike.
 pub(crate) struct UpdateNotice {
     /// What all ranks must say alike.
     pub facts: Facts,
-    /// What was found of the weights since the last update.
+    /// Sums over weights since the last update, by which a write past `set` is found.
     pub written: Option<WrittenWeights>,
 }
 

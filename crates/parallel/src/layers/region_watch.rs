@@ -17,18 +17,18 @@ thread_local! {
     static SEEN: RefCell<Option<SeenRegions>> = const { RefCell::new(None) };
 }
 
-/// What was seen of regions in a pass of a block.
+/// Inputs and sums of regions, as a pass of a block saw them.
 #[derive(Default)]
 pub(crate) struct SeenRegions {
-    /// What entered regions, condensed.
+    /// Checksums of the inputs of regions.
     pub entered: Vec<u64>,
-    /// What was summed, in the order of the calls.
+    /// Sums that left regions, in the order of the calls.
     pub sums: Vec<RegionSum>,
 }
 
 /// A sum over the ranks of a region.
 pub(crate) struct RegionSum {
-    /// What is summed, in words.
+    /// The summand, in words.
     pub what: &'static str,
     /// Whether each rank had the whole of it, and not a summand; `None` if the values say nothing of that.
     pub is_each_the_whole: Option<bool>,

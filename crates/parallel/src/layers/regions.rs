@@ -7,7 +7,7 @@
 //! | [`enter`] a region that divides rows | all_gather | reduce_scatter | g in arXiv:2205.05198 |
 //! | [`leave`] a region that divides rows | reduce_scatter | all_gather | ḡ in arXiv:2205.05198 |
 //!
-//! Of a [`Region`] that does not divide rows `enter` and `leave` are the first two.
+//! `enter` and `leave` of a [`Region`] that does not divide rows are the first two.
 //! In a group of one each of them returns its input.
 
 use candle_comm::{ProcessGroup, ReduceOp};

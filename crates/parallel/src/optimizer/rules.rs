@@ -135,7 +135,7 @@ impl Rules {
         })
     }
 
-    /// What all ranks must say alike of the rule of all parameters, and of the groups.
+    /// The rule of all parameters and of the groups, which all ranks must have alike.
     pub fn described(&self) -> &[String; 2] {
         &self.described
     }

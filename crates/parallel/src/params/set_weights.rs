@@ -17,7 +17,7 @@ use super::parameters::Parameters;
 use crate::checksums::checksum;
 use crate::placement::{intersect, offset_by};
 
-/// What a program has written, and who updates the weights: of a store, whose parameters several models may have.
+/// Weights that a program has set, and the optimizers that update them, of one store: several models may share its parameters.
 #[derive(Default)]
 pub(super) struct SetWeights {
     state: Mutex<State>,
@@ -39,7 +39,7 @@ struct State {
 
 /// An optimizer, while it lives.
 pub(crate) struct Claim {
-    /// What it updates on this rank.
+    /// The parameters that it updates on this rank.
     names: BTreeSet<String>,
     /// The model that it was made for.
     model: usize,
@@ -121,7 +121,7 @@ pub(crate) struct WrittenWeights {
     distances: Tensor,
 }
 
-/// What a rank has set since the last update, by name, and its place in the pipeline and the tensor-parallel group.
+/// The parameters that a rank has set since the last update, by name, and its place in the pipeline and the tensor-parallel group.
 #[derive(Serialize, Deserialize)]
 struct Said {
     place: (usize, usize),

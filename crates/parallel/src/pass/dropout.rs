@@ -144,7 +144,7 @@ impl Dropout {
 
 /// Which part this rank has of a tensor (samples, ..).
 pub(super) enum Place<'a> {
-    /// What it has outside of this region.
+    /// The rank's rows outside of this region.
     Outside(&'a Region),
     /// Inside of a region, of all rows this part of one dim.
     Inside(&'a Shard),
@@ -293,7 +293,7 @@ fn draw(
     mask.to_dtype(like.dtype())?.to_device(like.device())
 }
 
-/// What makes up for what is dropped.
+/// The factor of values that are kept: 1 / (1 - p).
 fn factor(probability: f64) -> f64 {
     1.0 / (1.0 - probability)
 }

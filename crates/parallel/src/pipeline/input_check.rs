@@ -20,7 +20,7 @@ use crate::pass::Pass;
 pub(super) struct HowRun {
     /// The lists of all ranks of the pipeline.
     pub schedule: u64,
-    /// What is recomputed of each block of the model.
+    /// The recomputation of each block of the model.
     pub recompute: u64,
 }
 
@@ -166,7 +166,7 @@ fn differs_in_how(a: &[u64], b: &[u64]) -> Option<&'static str> {
     )
 }
 
-/// What differs in the micro-batches of two ranks, in words.
+/// The first difference between the micro-batches of two ranks, in words.
 fn difference(mate: usize, a: &[u64], rank: usize, b: &[u64]) -> String {
     if a.get(1) != b.get(1) {
         let count = |given: &[u64]| given.get(1).copied().unwrap_or_default();

@@ -28,7 +28,7 @@ pub struct ModelPart {
     hidden_size: usize,
     /// What the blocks give, if that is not (b, t, hidden).
     borders: Option<Box<Borders>>,
-    /// What tensor-parallel ranks have of what passes between blocks.
+    /// How tensor-parallel ranks divide the tensors between blocks.
     region: Region,
     dtype: DType,
     device: Device,
@@ -81,7 +81,7 @@ pub(super) struct StageGrad {
     pub jobs: StageJobs,
 }
 
-/// What the pass of a block did.
+/// The result of a block's pass, and what was watched in it.
 #[derive(Default)]
 struct SeenInPass {
     /// Collectives of tensor-parallel ranks.
@@ -294,7 +294,7 @@ impl ModelPart {
         Self { region, ..self }
     }
 
-    /// What tensor-parallel ranks have of what passes between blocks.
+    /// How tensor-parallel ranks divide the tensors between blocks.
     pub(super) fn region(&self) -> &Region {
         &self.region
     }

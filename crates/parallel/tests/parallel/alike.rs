@@ -1,4 +1,4 @@
-//! What ranks must have alike beside the model is compared: rule, schedule, what a program says of a step, and the
+//! Ranks compare more than the model: rule, schedule, what a program says of a step, and the
 //! weights that it writes.
 
 use std::time::{Duration, Instant};
@@ -208,7 +208,7 @@ impl<F: Fn(&Tensor, &Pass) -> Result<Tensor> + Send + Sync> PlainBlock for With<
     }
 }
 
-/// What a block does with what its two parallel layers compute: in the region, and after it.
+/// A block's own operations in the region of its two parallel layers, and after it.
 type Use = fn(&Inner<'_>) -> Result<Tensor>;
 
 struct Inner<'a> {

@@ -1,4 +1,4 @@
-//! What a pass drops of a part of a tensor is what it drops there of the whole, and other rows are an error.
+//! A pass drops the same places in a part of a tensor as in the whole, and refuses rows that are not its own.
 
 use std::sync::{Arc, Mutex};
 
@@ -30,7 +30,7 @@ impl<F: Fn(&Pass) -> Result<Tensor> + Send + Sync> PlainBlock for Probe<F> {
     }
 }
 
-/// What two blocks of a model see in a training pass; `region` is that of the model.
+/// The masks of two blocks of a model in a training pass; `region` is the model's.
 fn probe(
     mesh: &Mesh,
     region: &Region,

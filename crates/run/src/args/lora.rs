@@ -233,7 +233,7 @@ pub(crate) fn frozen_bits(params: &Parameters) -> Option<f64> {
     (num_values > 0).then(|| bits.sum::<f64>() / num_values as f64)
 }
 
-/// What is not held in `format`, as its rows are no whole blocks: lines.
+/// Weights whose rows are no whole blocks of `format` and so are held in another one, a line each.
 pub fn other_forms(format: WeightFormat, params: &Parameters) -> Vec<String> {
     let block = match format {
         WeightFormat::Q4K => GgmlDType::Q4K.block_size(),
