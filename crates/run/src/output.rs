@@ -64,9 +64,12 @@ pub fn print_error(err: &Error) {
 /// first step the exit code says that starting them again, on these hosts, would not help.
 pub fn exit_as_rank(result: Result<ExitCode>, has_begun: bool) -> ExitCode {
     // What a run has trained is saved all the same.
-    let printed = |code| match code == ExitCode::SUCCESS {
-        true => exit_with(Ok(())),
-        false => code,
+    let printed = |code| {
+        if code == ExitCode::SUCCESS {
+            exit_with(Ok(()))
+        } else {
+            code
+        }
     };
     result.map(printed).unwrap_or_else(|err| {
         print_for_all(&in_words(&err));

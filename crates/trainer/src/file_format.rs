@@ -36,9 +36,10 @@ impl FileFormat {
     /// behind.
     pub fn of(path: &Path) -> Option<Self> {
         let path = Path::new(path.file_name()?);
-        match is_gzip(path) {
-            true => Self::of_ending(Path::new(path.file_stem()?)).filter(|it| *it != Self::Parquet),
-            false => Self::of_ending(path),
+        if is_gzip(path) {
+            Self::of_ending(Path::new(path.file_stem()?)).filter(|it| *it != Self::Parquet)
+        } else {
+            Self::of_ending(path)
         }
     }
 

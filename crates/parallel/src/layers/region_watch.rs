@@ -67,9 +67,10 @@ pub(super) fn note_sum(
     if !is_watched(tp) {
         return Ok(());
     }
-    let is_each_the_whole = match has_many_values(mine)? {
-        true => Some(is_each_the_whole(mine, sum, tp.world_size())?),
-        false => None,
+    let is_each_the_whole = if has_many_values(mine)? {
+        Some(is_each_the_whole(mine, sum, tp.world_size())?)
+    } else {
+        None
     };
     SEEN.with_borrow_mut(|seen| {
         seen.iter_mut().for_each(|seen| {

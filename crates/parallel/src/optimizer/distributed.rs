@@ -288,9 +288,10 @@ impl DistributedOptimizer {
         }
         let len = self.own_range(bucket).len();
         let end = len.min(start + MAX_SEEN);
-        self.next_seen = match end == len {
-            true => ((bucket + 1) % num_buckets, 0),
-            false => (bucket, end),
+        self.next_seen = if end == len {
+            ((bucket + 1) % num_buckets, 0)
+        } else {
+            (bucket, end)
         };
         self.seen = self.params.see_weights(bucket, start..end)?;
         Ok(())

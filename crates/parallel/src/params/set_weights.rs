@@ -214,9 +214,10 @@ impl Parameters {
         let is_of_other =
             |claim: Arc<Claim>| claim.model != self.address() && claim.names.contains(&param.name);
         // The other model's optimizer may update other slices.
-        let mine = match living.any(is_of_other) {
-            true => slot.range.clone(),
-            false => intersect(&slot.range, &self.groups().own_range(bucket.len)),
+        let mine = if living.any(is_of_other) {
+            slot.range.clone()
+        } else {
+            intersect(&slot.range, &self.groups().own_range(bucket.len))
         };
         if mine.is_empty() {
             return Ok(None);

@@ -245,9 +245,10 @@ impl Place<'_> {
         };
         let is_sharded = matches!(self, Self::Inside(shard) if shard.dim() < num_dims);
         if is_sharded || (num_dims == 1 && dims.first() != Some(&own.len())) {
-            let expected = match is_whole {
-                true => format!("{num_samples} samples in dim 0, or {} rows", own.len()),
-                false => format!("({own_b}, {own_t}, ..) or ({}, ..)", own.len()),
+            let expected = if is_whole {
+                format!("{num_samples} samples in dim 0, or {} rows", own.len())
+            } else {
+                format!("({own_b}, {own_t}, ..) or ({}, ..)", own.len())
             };
             bail!(
                 "the tensor has shape {dims:?}; expected what this rank has of the rows of the micro-batch, {expected}\nhint: Pass::dropout is for what is \

@@ -385,9 +385,10 @@ impl ModelPart {
             let next = next.map(|next| next.index).or(after);
             let watch = gradients.watches_regions();
             let (result, seen) = self.run(FORWARD, block, next, watch, || {
-                match position < num_frozen {
-                    true => block.forward_frozen(&input, &pass, gradients),
-                    false => block.forward(&input, &pass),
+                if position < num_frozen {
+                    block.forward_frozen(&input, &pass, gradients)
+                } else {
+                    block.forward(&input, &pass)
                 }
             });
             let (output, kept) =

@@ -153,9 +153,10 @@ fn a_number_of_targets_that_one_rank_is_not_told_is_an_error() {
             Ok(rank.update())
         });
         for result in results {
-            match is_error {
-                true => assert_says(&message(result), &["10 on rank 0", "11 on rank 1"]),
-                false => drop(result.unwrap()),
+            if is_error {
+                assert_says(&message(result), &["10 on rank 0", "11 on rank 1"])
+            } else {
+                result.unwrap();
             }
         }
     }
@@ -186,9 +187,12 @@ fn recomputing_on_one_rank_alone_is_said_to_be_that() {
     let results = on_mesh((1, 1, 2), |mesh| {
         let mut rank = Rank::chain(&mesh, ZeroStage::One, DType::F32)?;
         let is_other = mesh.tp.rank() == 1;
-        rank.part = rank.part.with_recompute(|_| match is_other {
-            true => Recompute::Full,
-            false => Recompute::None,
+        rank.part = rank.part.with_recompute(|_| {
+            if is_other {
+                Recompute::Full
+            } else {
+                Recompute::None
+            }
         });
         Ok(rank.step(1))
     });

@@ -189,9 +189,10 @@ impl Model {
         let heads = HEADS / mesh.tp.world_size();
         let config = ContextConfig::default();
         Ok(Self {
-            region: match is_sequence_parallel {
-                true => Region::sequence_parallel(&mesh.tp),
-                false => Region::from(&mesh.tp),
+            region: if is_sequence_parallel {
+                Region::sequence_parallel(&mesh.tp)
+            } else {
+                Region::from(&mesh.tp)
             },
             context: ContextParallel::new(mesh, &config, (heads, heads), DType::F32)?,
             dropout,

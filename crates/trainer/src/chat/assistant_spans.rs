@@ -161,9 +161,10 @@ impl SpanFinder<'_> {
             ending => ending,
         };
         let following = &other[end + ending..];
-        match text.ends_with(following) {
-            true => Ok(begin..text.len() - following.len()),
-            false => Err(unclear()),
+        if text.ends_with(following) {
+            Ok(begin..text.len() - following.len())
+        } else {
+            Err(unclear())
         }
     }
 

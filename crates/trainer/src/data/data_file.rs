@@ -101,9 +101,10 @@ fn decoded(mut file: BufReader<Take<File>>) -> std::io::Result<DataBytes> {
             ),
         ));
     }
-    let mut bytes: Box<dyn Read + Send> = match start.starts_with(GZIP) {
-        true => Box::new(MultiGzDecoder::new(file)),
-        false => Box::new(file),
+    let mut bytes: Box<dyn Read + Send> = if start.starts_with(GZIP) {
+        Box::new(MultiGzDecoder::new(file))
+    } else {
+        Box::new(file)
     };
     let mut start = Vec::new();
     (&mut bytes)

@@ -267,9 +267,10 @@ impl Data {
 
     /// Size of what all files say; `None` if some are compressed.
     pub(crate) fn num_text_bytes(&self) -> Result<Option<u64>> {
-        match self.files.iter().any(DataFile::is_gzip) {
-            true => Ok(None),
-            false => self.num_bytes().map(Some),
+        if self.files.iter().any(DataFile::is_gzip) {
+            Ok(None)
+        } else {
+            self.num_bytes().map(Some)
         }
     }
 

@@ -58,9 +58,10 @@ pub(super) fn document(file: &DataFile, columns: &Columns) -> Result<Option<Vec<
 /// is all that `is_limited` asks for.
 fn next_line(file: &DataFile, bytes: &mut impl BufRead, is_limited: bool) -> Result<Vec<u8>> {
     let mut line = Vec::new();
-    let most = match is_limited {
-        true => MAX_RECORD_BYTES as u64 + 1,
-        false => u64::MAX,
+    let most = if is_limited {
+        MAX_RECORD_BYTES as u64 + 1
+    } else {
+        u64::MAX
     };
     loop {
         line.clear();
