@@ -70,6 +70,8 @@ mod param_store;
 mod placement;
 #[path = "parallel/plain_blocks.rs"]
 mod plain_blocks;
+#[path = "parallel/rank.rs"]
+mod rank;
 #[path = "parallel/reader.rs"]
 mod reader;
 #[path = "parallel/reduce_mean.rs"]
@@ -86,6 +88,8 @@ mod save_exact;
 mod save_failures;
 #[path = "parallel/schedule.rs"]
 mod schedule;
+#[path = "parallel/set_weights.rs"]
+mod set_weights;
 #[path = "parallel/sharded.rs"]
 mod sharded;
 #[path = "parallel/stage.rs"]

@@ -1,60 +1,18 @@
 //! Mistakes in a training loop of one's own, and ranks that are not told the same in a step, are right or a sentence.
 
-use candle_comm::Mesh;
-use candle_core::{ModuleT, Result, Tensor};
+use candle_core::{DType, ModuleT, Result, Tensor};
 use candle_nn::Init;
 use candle_parallel::checkpoint::CheckpointSaver;
 use candle_parallel::{
-    AdamWConfig, DataParallel, DistributedOptimizer, Gradients, ModelPart, ParamStore, Pass,
-    Pipeline, PlainBlock, Schedule, ZeroStage, plain_block,
+    AdamWConfig, DataParallel, DistributedOptimizer, ParamStore, Pass, Pipeline, PlainBlock,
+    Schedule, ZeroStage, plain_block,
 };
 use serde_json::json;
 
 use crate::chain::{Chain, HIDDEN, local_bits};
 use crate::check::{ZERO_STAGES, assert_says, message, on_mesh, single_mesh};
 use crate::mistaken::{Numbers, same, with_block};
-
-/// A rank with its model, gradients and optimizer.
-struct Rank {
-    mesh: Mesh,
-    part: ModelPart,
-    pipeline: Pipeline,
-    gradients: Gradients,
-    optimizer: DistributedOptimizer,
-}
-
-impl Rank {
-    fn new(mesh: &Mesh, replicas: impl Into<DataParallel>) -> Result<Self> {
-        let store = ParamStore::init(5).with_data_parallel(replicas);
-        let part = Chain::default().part(mesh, &store)?;
-        let config = AdamWConfig::default();
-        Ok(Self {
-            pipeline: Pipeline::new(Schedule::OneForwardOneBackward, mesh),
-            gradients: Gradients::new(part.params(), mesh)?,
-            optimizer: DistributedOptimizer::adamw(part.params(), mesh, config)?,
-            part,
-            mesh: mesh.clone(),
-        })
-    }
-
-    /// This replica's part of four micro-batches.
-    fn batches(&self, seed: u64) -> Result<Vec<Pass>> {
-        let (rank, dp) = (self.mesh.dp.rank(), self.mesh.dp.world_size());
-        let batches = Chain::default().micro_batches(seed, 4)?;
-        Ok(batches[rank * 4 / dp..(rank + 1) * 4 / dp].to_vec())
-    }
-
-    fn pass(&mut self, batches: &[Pass]) -> Result<()> {
-        self.pipeline
-            .forward_backward(&self.part, batches, &mut self.gradients)?;
-        Ok(())
-    }
-
-    fn update(&mut self) -> Result<(f64, f64)> {
-        let report = self.optimizer.step(&mut self.gradients, 0.05, Some(1.0))?;
-        Ok((report.loss.mean, report.grad_norm))
-    }
-}
+use crate::rank::Rank;
 
 /// Trains three steps, of one call for all micro-batches or of one for each.
 fn accumulated(
@@ -63,7 +21,7 @@ fn accumulated(
     one_by_one: bool,
 ) -> Vec<Numbers> {
     on_mesh(layout, |mesh| {
-        let mut rank = Rank::new(&mesh, replicas)?;
+        let mut rank = Rank::chain(&mesh, replicas, DType::F32)?;
         let steps = (0..3).map(|step| {
             let batches = rank.batches(20 * step)?;
             match one_by_one {
@@ -105,7 +63,7 @@ fn several_calls_of_forward_backward_add_up() {
 fn a_call_without_micro_batches_adds_nothing() {
     let trained = |layout, zero: ZeroStage, calls_again: bool| {
         let results = on_mesh(layout, |mesh| {
-            let mut rank = Rank::new(&mesh, zero)?;
+            let mut rank = Rank::chain(&mesh, zero, DType::F32)?;
             let steps = (0..2).map(|step| {
                 let batches = rank.batches(20 * step)?;
                 rank.pass(&batches)?;
@@ -135,7 +93,7 @@ fn a_pass_that_fails_leaves_nothing_behind() {
     ] {
         let results = on_mesh(layout, |mesh| {
             let step = |fails: bool| {
-                let mut rank = Rank::new(&mesh, zero)?;
+                let mut rank = Rank::chain(&mesh, zero, DType::F32)?;
                 let batches = rank.batches(1)?;
                 if fails {
                     let mut bad = rank.batches(50)?;
@@ -160,7 +118,7 @@ fn data_that_differs_from_the_second_step_on_is_found_before_the_passes() {
     for layout in [(2, 1, 1), (1, 1, 2), (2, 2, 2)] {
         for fewer in [false, true] {
             let results = on_mesh(layout, |mesh| {
-                let mut rank = Rank::new(&mesh, ZeroStage::One)?;
+                let mut rank = Rank::chain(&mesh, ZeroStage::One, DType::F32)?;
                 let batches = rank.batches(1)?;
                 rank.pass(&batches)?;
                 rank.update()?;
@@ -184,7 +142,7 @@ fn data_that_differs_from_the_second_step_on_is_found_before_the_passes() {
 fn replicas_that_come_to_have_unequal_numbers_of_micro_batches_do_not_wait_for_each_other() {
     for zero in [ZeroStage::Two, ZeroStage::Three] {
         let results = on_mesh((1, 2, 1), |mesh| {
-            let mut rank = Rank::new(&mesh, zero)?;
+            let mut rank = Rank::chain(&mesh, zero, DType::F32)?;
             let mut batches = rank.batches(1)?;
             rank.pass(&batches)?;
             rank.update()?;
@@ -204,7 +162,7 @@ fn ranks_say_the_same_of_an_update() {
     for layout in [(1, 2, 1), (1, 1, 2), (2, 1, 1)] {
         for (is_lr, is_reduced) in [(true, false), (false, false), (true, true)] {
             let results = on_mesh(layout, |mesh| {
-                let mut rank = Rank::new(&mesh, ZeroStage::Zero)?;
+                let mut rank = Rank::chain(&mesh, ZeroStage::Zero, DType::F32)?;
                 let batches = rank.batches(1)?;
                 rank.pass(&batches)?;
                 let other = mesh.world.rank() as f64;
@@ -247,7 +205,7 @@ fn numbers_of_an_update_that_make_no_sense_are_refused_before_it() {
     ];
     for (lr, clip, words) in numbers {
         on_mesh((1, 2, 1), |mesh| {
-            let mut rank = Rank::new(&mesh, ZeroStage::One)?;
+            let mut rank = Rank::chain(&mesh, ZeroStage::One, DType::F32)?;
             let before = local_bits(&rank.part);
             let batches = rank.batches(1)?;
             rank.pass(&batches)?;
@@ -263,8 +221,8 @@ fn numbers_of_an_update_that_make_no_sense_are_refused_before_it() {
 fn gradients_and_optimizers_know_whose_they_are() -> Result<()> {
     let mesh = single_mesh();
     let (mut one, mut two) = (
-        Rank::new(&mesh, ZeroStage::One)?,
-        Rank::new(&mesh, ZeroStage::One)?,
+        Rank::chain(&mesh, ZeroStage::One, DType::F32)?,
+        Rank::chain(&mesh, ZeroStage::One, DType::F32)?,
     );
     let batches = one.batches(1)?;
     let said = message(
@@ -337,7 +295,7 @@ fn dropout_while_a_model_is_evaluated_is_refused() {
 fn copies_are_compared_before_each_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let results = on_mesh((1, 1, 2), |mesh| {
-        let rank = Rank::new(&mesh, ZeroStage::One)?;
+        let rank = Rank::chain(&mesh, ZeroStage::One, DType::F32)?;
         if mesh.tp.rank() == 1 {
             let params = rank.part.params();
             let index = params
