@@ -1,6 +1,7 @@
 //! Gradients: f32, in flat buckets, summed over the ranks of the mesh under the backward pass.
 
 mod accumulate;
+mod alike;
 mod copies;
 mod gradient_sums;
 mod reduce;

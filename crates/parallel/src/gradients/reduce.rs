@@ -11,11 +11,11 @@ use candle_comm::ReduceOp;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::accumulate::Gradients;
-use super::reduced::{ReducedBuckets, ReducedGradients, ReducedLoss, UpdateNotice, compare_update};
+use super::alike::{OfRank, reported_unlike};
+use super::reduced::{ReducedBuckets, ReducedGradients, ReducedLoss, UpdateNotice};
 use super::shared::sum_shared_ranges;
 use super::squares::Squares;
 use super::transfer::Sum;
-use crate::agreement::{Comparison, Facts, exchange};
 use crate::memory::MemoryCategory;
 use crate::params::{Bucket, FlatBuffer, Parameters, Sharing, Slot};
 use crate::pass::{PipelineRank, Reported};
@@ -57,27 +57,7 @@ struct Compared {
 pub(super) const NUM_COMPARED: usize = 3;
 
 /// Numbers that a step sums over all ranks.
-const NUM_SUMS: usize = 8;
-
-/// A rank's place in the pipeline, among the replicas and in the tensor-parallel group, and what its blocks have reported.
-type OfRank = ((usize, usize, usize), BTreeMap<String, Reported>);
-
-/// The first name under which tensor-parallel ranks have not reported the same.
-fn reported_unlike(of_ranks: &[OfRank]) -> Option<&str> {
-    let firsts = of_ranks.iter().filter(|((_, _, tp), _)| *tp == 0);
-    let firsts: BTreeMap<(usize, usize), _> = firsts
-        .map(|((pp, replica, _), reported)| ((*pp, *replica), reported))
-        .collect();
-    of_ranks.iter().find_map(|((pp, replica, _), reported)| {
-        let first = firsts.get(&(*pp, *replica))?;
-        let condensed = |of: &BTreeMap<String, Reported>, name: &str| {
-            of.get(name).map(|reported| reported.condensed(name))
-        };
-        let mut names = first.keys().chain(reported.keys());
-        let name = names.find(|name| condensed(first, name) != condensed(reported, name))?;
-        Some(name.as_str())
-    })
-}
+pub(super) const NUM_SUMS: usize = 8;
 
 /// Numbers of each rank of a pipeline that come with them.
 const NUM_OF_RANK: usize = 3;
@@ -397,89 +377,6 @@ impl Gradients {
             pipeline,
             is_compared: update.is_some(),
         })
-    }
-
-    /// What this rank adds to the step's sum to compare what all say of the update, the ranks of a replica of the
-    /// number of its targets, and data-parallel ranks of weights that were set.
-    fn compared_update(&self, update: Option<&UpdateNotice>) -> f64 {
-        let (mesh, said) = (&self.mesh, self.totals.said_targets);
-        let says = update.map_or(0, |update| update.facts.hash());
-        let says = says ^ self.loss_scale.to_bits() ^ u64::from(said.is_some());
-        let (replica, part) = ([mesh.dp.rank()], [mesh.pp.rank(), mesh.tp.rank()]);
-        let set = self.params.set_since_update();
-        Comparison::over(&mesh.world, &[]).summand(says)
-            + Comparison::over_replica(mesh, &replica).summand(said.map_or(0, f64::to_bits))
-            + Comparison::over(&mesh.replicas, &part).summand(set)
-    }
-
-    /// An error on every rank that names two ranks which were told other numbers of targets, if there are. Every rank
-    /// must call it.
-    fn blame_targets(&self) -> Result<()> {
-        let own = (self.mesh.dp.rank(), self.totals.said_targets);
-        let all = match exchange(&self.mesh.world, &Ok(own))? {
-            Ok(all) => all,
-            Err(message) => bail!("{message}"),
-        };
-        let in_words =
-            |said: Option<f64>| said.map_or("nothing".to_string(), |said| said.to_string());
-        for (rank, &(replica, said)) in all.iter().enumerate() {
-            let is_other = |&(of, other): &(usize, Option<f64>)| {
-                other.is_some() != said.is_some() || of == replica && other != said
-            };
-            if let Some(mate) = all.iter().position(is_other) {
-                bail!(
-                    "Gradients::set_num_targets was told {} on rank {mate} and {} on rank {rank}\nhint: all ranks are told a number in a step, or \
-                     none; the ranks of a replica the same",
-                    in_words(all[mate].1),
-                    in_words(said)
-                );
-            }
-        }
-        Ok(())
-    }
-
-    /// An error on every rank if ranks do not have alike what they must.
-    fn judge(
-        &mut self,
-        reduced: &ReducedBuckets,
-        sums: &[f64; NUM_SUMS],
-        update: Option<&UpdateNotice>,
-    ) -> Result<()> {
-        let params = self.params.clone();
-        let [squares, loss_sum, .., copies, said, written] = *sums;
-        if written > 0.0 {
-            let written = update.and_then(|update| update.written.as_ref());
-            params.blame_written(&self.mesh, written)?;
-        }
-        let mut when = "in this step";
-        if copies != 0.0 {
-            // Before what comes of it.
-            self.blame_losses(when)?;
-        }
-        // What has overflowed says nothing.
-        let is_finite = squares.is_finite() && loss_sum.is_finite();
-        if let Some(borders) = self.borders.as_ref().filter(|_| is_finite) {
-            if self.num_compared == 0 {
-                when = "in the first step";
-                params.check_copies(&self.mesh, when, |index| params.values(index))?;
-            }
-            borders.compare(&self.mesh, when)?;
-            self.num_compared += 1;
-            if self.num_compared == NUM_COMPARED {
-                self.borders = None;
-            }
-        }
-        if copies != 0.0 {
-            self.blame_copies(reduced, when)?;
-        }
-        if said != 0.0 {
-            self.blame_targets()?;
-            params.blame_set(&self.mesh)?;
-            let mut says = update.map_or_else(Facts::default, |update| update.facts.clone());
-            says.add("the loss scale", self.loss_scale);
-            compare_update(&self.mesh, &says)?;
-        }
-        Ok(())
     }
 
     /// Sums over all ranks, on the host: of squares, of losses, of targets, of ranks that ask to stop, and of what is compared. With them comes what
