@@ -18,6 +18,8 @@ OUTPUT = pathlib.Path(__file__).parents[2] / "tests/fixtures/chat/language.jsonl
 
 with OUTPUT.open("w") as output:
     for template in filter(None, TEMPLATES):
+        # A line break within a template.
+        template = template.replace("\N{RETURN SYMBOL}", "\n")
         try:
             [text], _ = render_jinja_template([[MESSAGE]], chat_template=template)
         except Exception:

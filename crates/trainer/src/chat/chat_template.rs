@@ -14,7 +14,7 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 
 use super::assistant_spans::find_assistant_spans;
 use super::conversation::Chat;
-use super::generation_marks::{marked_spans, replace_tags};
+use super::generation_marks::marked_spans;
 use super::jinja_source::JinjaSource;
 use super::loss_masks::take_masked;
 use super::python_language::add_language;
@@ -336,20 +336,15 @@ fn environment_of(
     environment.set_syntax(syntax.map_err(fail)?);
     add_language(&mut environment);
     let mut recurses = false;
-    let mut add = |name: String, text: &str| {
-        let source = JinjaSource::new(text)?;
-        recurses |= source.recurses;
-        let added = environment.add_template_owned(name, source.text);
-        added.map_err(fail)
-    };
     let with_tools = source.with_tools.as_ref().map(|text| (WITH_TOOLS, text));
     for (name, text) in [(DEFAULT, &source.default)].into_iter().chain(with_tools) {
-        match replace_tags(text) {
-            None => add(name.to_string(), text)?,
-            Some((plain, marked)) => {
-                add(name.to_string(), &plain)?;
-                add(format!("{name}{MARKED}"), &marked)?;
-            }
+        let source = JinjaSource::new(text)?;
+        recurses |= source.recurses;
+        let marked = source
+            .marked
+            .map(|marked| (format!("{name}{MARKED}"), marked));
+        for (name, text) in [(name.to_string(), source.text)].into_iter().chain(marked) {
+            environment.add_template_owned(name, text).map_err(fail)?;
         }
     }
     Ok((environment, recurses))

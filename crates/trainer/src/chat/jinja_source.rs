@@ -7,8 +7,12 @@
 //! | `{% set x = a %}` | `{% set x = (a)\|_kept %}`, whose depth and size have limits |
 //! | `{% macro f(a, b=a) %}` | the default of `b` is set inside the macro |
 //! | `'\U0001F600'`, `'\v'` | the character |
+//! | `{% generation %} .. {% endgeneration %}` | `{% with %} .. {% endwith %}`, and in a second text marks between two of each |
+//! | the line break after `{% raw %}`, which stays | `{% raw +%}` |
 
 use std::ops::Range;
+
+use super::generation_marks::{BEGIN, END};
 
 /// Brackets in brackets of one tag.
 const MAX_BRACKETS: usize = 50;
@@ -38,6 +42,8 @@ const RECURSIVE: [&str; 6] = ["macro", "block", "include", "import", "from", "ex
 pub(super) struct JinjaSource {
     /// Its text; a line is the line that it was.
     pub text: String,
+    /// The text with marks around what the assistant writes, if it has tags that say it.
+    pub marked: Option<String>,
     /// Whether it may call itself, for which more stack is needed.
     pub recurses: bool,
 }
@@ -48,19 +54,20 @@ impl JinjaSource {
     /// # Errors
     /// What is nested too deep, and in which line.
     pub fn new(source: &str) -> Result<Self, String> {
-        let (mut text, mut recurses) = (String::with_capacity(source.len() * 2), false);
+        let mut text = String::with_capacity(source.len() * 2);
+        let (mut marked, mut is_marked, mut recurses) = (text.clone(), false, false);
         let mut place = 0;
         let mut num_elifs = 0;
         while let Some(start) = next_tag(source, place) {
-            text += &source[place..start];
+            let before = &source[place..start];
             let in_line = |what: String| {
                 let line = source[..start].matches('\n').count() + 1;
                 format!("{what} (line {line} of the template)")
             };
-            place = match Tag::read(source, start).map_err(in_line)? {
-                Tag::Verbatim(end) => {
-                    text += &source[start..end];
-                    end
+            let (plain, with_mark, end) = match Tag::read(source, start).map_err(in_line)? {
+                Tag::Verbatim(end) => (source[start..end].to_string(), None, end),
+                Tag::Raw { begin, end } => {
+                    (raw(&source[start..begin], &source[begin..end]), None, end)
                 }
                 Tag::Code(code) => {
                     let first = code.word(0);
@@ -71,13 +78,32 @@ impl JinjaSource {
                     if num_elifs > MAX_ELIFS {
                         return Err(in_line(format!("it has more than {MAX_ELIFS} elif tags")));
                     }
-                    text += &code.rewritten().map_err(in_line)?;
-                    code.end
+                    match code.generation() {
+                        Some([plain, with_mark]) => (plain, Some(with_mark), code.end),
+                        None => (code.rewritten().map_err(in_line)?, None, code.end),
+                    }
                 }
             };
+            is_marked |= with_mark.is_some();
+            text.extend([before, &plain]);
+            marked.extend([before, with_mark.as_ref().unwrap_or(&plain)]);
+            place = end;
         }
         text += &source[place..];
-        Ok(Self { text, recurses })
+        marked += &source[place..];
+        Ok(Self {
+            text,
+            marked: is_marked.then_some(marked),
+            recurses,
+        })
+    }
+}
+
+/// What is raw, whose line break after the begin tag the engine would take.
+fn raw(begin: &str, rest: &str) -> String {
+    match begin.strip_suffix("%}") {
+        Some(tag) if !tag.ends_with(['-', '+']) => format!("{tag}+%}}{rest}"),
+        _ => format!("{begin}{rest}"),
     }
 }
 
@@ -89,8 +115,14 @@ fn next_tag(source: &str, from: usize) -> Option<usize> {
 }
 
 enum Tag<'a> {
-    /// A comment, what is raw, or what has no end, up to here.
+    /// A comment, or what has no end, up to here.
     Verbatim(usize),
+    /// The tag `raw` and all behind it up to the end of the tag `endraw`.
+    Raw {
+        /// Where the begin tag ends.
+        begin: usize,
+        end: usize,
+    },
     Code(Code<'a>),
 }
 
@@ -177,7 +209,9 @@ impl<'a> Tag<'a> {
                 let tag = source[found..].trim_start_matches(['-', '+']).trim_start();
                 place = found;
                 if let Some(rest) = tag.strip_prefix("endraw") {
-                    return verbatim(after(source.len() - rest.len(), "%}"));
+                    let end = after(source.len() - rest.len(), "%}").unwrap_or(source.len());
+                    let begin = code.end;
+                    return Ok(Self::Raw { begin, end });
                 }
             }
             return verbatim(None);
@@ -275,6 +309,25 @@ impl Code<'_> {
     fn word(&self, index: usize) -> &str {
         let token = self.tokens.get(index);
         token.map_or("", |token| &self.source[token.range.clone()])
+    }
+
+    /// What stands in place of a tag `generation` or `endgeneration`: without a mark and with one. Its own dashes stay at the outer ends.
+    fn generation(&self) -> Option<[String; 2]> {
+        let (word, mark) = match self.word(0) {
+            "generation" => ("with", BEGIN),
+            "endgeneration" => ("endwith", END),
+            _ => return None,
+        };
+        if self.tokens.len() != 1 || !self.source[self.start..].starts_with("{%") {
+            return None;
+        }
+        let begin = self.source[self.start..].find(self.word(0))?;
+        let begin = self.source[self.start..self.start + begin].trim_end();
+        let end = &self.source[self.end_marker..self.end];
+        Some([
+            format!("{begin} {word} {end}"),
+            format!("{begin} {word} %}}{mark}{{% {word} {end}"),
+        ])
     }
 
     fn rewritten(&self) -> Result<String, String> {
