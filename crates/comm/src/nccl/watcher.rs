@@ -89,7 +89,7 @@ impl UnderWay {
         if is_first && self.ready.as_ref().is_some_and(is_ready) {
             self.ready = None;
             if let Some(ticket) = &self.ticket {
-                ticket.waits();
+                ticket.gpu_waits();
             }
         }
         is_past(&self.done)

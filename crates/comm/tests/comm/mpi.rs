@@ -241,32 +241,61 @@ fn a_late_rank_is_named() {
     }
 }
 
+/// The group of all ranks, watched by a control plane with this deadline.
+fn watched(world: &ProcessGroup, deadline: Duration) -> Result<ProcessGroup> {
+    let listener = (world.rank() == 0).then(|| TcpListener::bind("127.0.0.1:0"));
+    let listener = listener.transpose()?;
+    let port = match &listener {
+        Some(listener) => listener.local_addr()?.port(),
+        None => 0,
+    };
+    let ports = world.all_gather(&Tensor::new(&[u32::from(port)], &Device::Cpu)?, 0)?;
+    let config = ControlConfig {
+        deadline,
+        is_one_host: true,
+        ..ControlConfig::at(
+            &RankEnv::from_env().map_err(candle_core::Error::wrap)?,
+            ("127.0.0.1".into(), ports.to_vec1::<u32>()?[0] as u16),
+        )
+    };
+    let control = match listener {
+        Some(listener) => Control::join_at(&config, listener),
+        None => Control::join(&config),
+    };
+    let control = control.map_err(candle_core::Error::wrap)?;
+    world.watched(&control, false)
+}
+
+/// One rank is in a barrier of all, the other in one of another group with the same members: neither will ever come to the other's.
+#[test]
+fn ranks_that_wait_for_each_other_are_told_long_before_the_deadline() {
+    const TEST: &str = "mpi::ranks_that_wait_for_each_other_are_told_long_before_the_deadline";
+    let begin = Instant::now();
+    let output = output(TEST, 2, Duration::from_secs(600), |world| {
+        let world = watched(&world, Duration::from_secs(600))?;
+        let again = world.split(0, 0)?;
+        let groups = [&world, &again];
+        groups[world.rank()].barrier()?;
+        groups[1 - world.rank()].barrier()
+    });
+    if let Some(output) = output {
+        let said = said(&output);
+        let expected = "ranks 0, 1 wait for each other in different groups\n";
+        assert!(said.contains(expected), "{said}");
+        assert!(
+            said.contains("hint: every rank must call the same operations"),
+            "{said}"
+        );
+        assert!(begin.elapsed() < Duration::from_secs(60), "{said}");
+    }
+}
+
 /// Several operations are in flight on two groups when a rank is late at the first of one, and all ranks are told so.
 #[test]
 fn a_late_rank_is_named_with_several_operations_in_flight() {
     const TEST: &str = "mpi::a_late_rank_is_named_with_several_operations_in_flight";
     let output = output(TEST, 3, Duration::from_secs(60), |world| {
-        let listener = (world.rank() == 0).then(|| TcpListener::bind("127.0.0.1:0"));
-        let listener = listener.transpose()?;
-        let port = match &listener {
-            Some(listener) => listener.local_addr()?.port(),
-            None => 0,
-        };
-        let ports = world.all_gather(&Tensor::new(&[u32::from(port)], &Device::Cpu)?, 0)?;
-        let config = ControlConfig {
-            deadline: Duration::from_secs(1),
-            is_one_host: true,
-            ..ControlConfig::at(
-                &RankEnv::from_env().map_err(candle_core::Error::wrap)?,
-                ("127.0.0.1".into(), ports.to_vec1::<u32>()?[0] as u16),
-            )
-        };
-        let control = match listener {
-            Some(listener) => Control::join_at(&config, listener),
-            None => Control::join(&config),
-        };
-        let control = control.map_err(candle_core::Error::wrap)?;
-        let world = world.watched(&control, false)?;
+        let world = watched(&world, Duration::from_secs(1))?;
         let others = world.split(usize::from(world.rank() == 2), 0)?;
         if world.rank() < 2 {
             let xs = zeros(&[200_000])?;

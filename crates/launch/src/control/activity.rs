@@ -1,6 +1,7 @@
 //! What a rank is doing: its operations in flight, how far it is in each group, and its step.
 
 use std::collections::BTreeMap;
+use std::thread::ThreadId;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -18,6 +19,10 @@ pub(super) struct Activity {
     /// The operation that began last, once it has ended, and when it did.
     ended: Option<(Operation, Duration)>,
     next_id: u64,
+    /// The thread that begins operations.
+    thread: Option<ThreadId>,
+    /// Whether several threads do: what one of them waits for another may bring about.
+    has_threads: bool,
 }
 
 struct Open {
@@ -30,8 +35,10 @@ struct Open {
 /// How the rank goes on while an operation is in flight.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
-    /// Since then the rank, or its device, cannot go on before the operation does.
+    /// Since then the rank cannot go on before the operation is complete.
     Blocked(Duration),
+    /// Since then its GPU cannot; the rank may go on.
+    GpuBlocked(Duration),
     /// The rank goes on; its device has not come to the operation.
     Queued,
     /// The rank goes on.
@@ -43,6 +50,8 @@ impl Activity {
     pub(super) fn begin(&mut self, operation: Operation, now: Duration) -> (u64, bool) {
         let id = self.next_id;
         self.next_id += 1;
+        let thread = std::thread::current().id();
+        self.has_threads |= *self.thread.get_or_insert(thread) != thread;
         let group = &operation.group.id;
         let is_new = !self.begun.contains_key(group);
         let begun = self.begun.entry(group.clone()).or_default();
@@ -77,8 +86,8 @@ impl Activity {
     /// What to tell the other ranks.
     pub(super) fn snapshot(&self, now: Duration) -> Snapshot {
         let blocked = self.open.iter().filter_map(|open| match open.state {
-            State::Blocked(since) => Some((open, since)),
-            _ => None,
+            State::Blocked(since) | State::GpuBlocked(since) => Some((open, since)),
+            State::Queued | State::Started => None,
         });
         let blocked = blocked.min_by_key(|(_, since)| *since);
         let newest = (self.open.last()).filter(|open| open.id + 1 == self.next_id);
@@ -123,6 +132,7 @@ impl Activity {
                 group: open.operation.group.id.clone(),
                 seq: open.operation.seq,
                 secs: secs(since),
+                is_all: !self.has_threads && matches!(open.state, State::Blocked(_)),
             }),
             groups: self.progress(),
         }
@@ -170,6 +180,8 @@ pub(super) struct BlockedIn {
     pub group: String,
     pub seq: Option<u64>,
     pub secs: f64,
+    /// Whether the rank does nothing else: its one thread that begins operations waits for this one.
+    pub is_all: bool,
 }
 
 /// How far a rank is in a group: the number of the first operation that has not begun, that its device has not come to, that is

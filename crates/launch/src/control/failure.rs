@@ -43,6 +43,8 @@ pub enum FailureKind {
     Terminated,
     /// An operation lasted longer than the deadline.
     Deadline,
+    /// Ranks wait for each other in different groups.
+    Deadlock,
 }
 
 /// What happened to a rank whose connection cannot be read any more.

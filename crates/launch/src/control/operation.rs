@@ -85,15 +85,20 @@ impl Ticket {
         self.set(|_| State::Started);
     }
 
-    /// The operation is on a GPU, behind what that has to do first, and the rank goes on. [`waits`](Self::waits) when the GPU
-    /// has come to it.
+    /// The operation is on a GPU, behind what that has to do first, and the rank goes on. [`gpu_waits`](Self::gpu_waits) when the
+    /// GPU has come to it.
     pub fn queued(&self) {
         self.set(|_| State::Queued);
     }
 
-    /// The rank, or its GPU, is blocked until the operation ends.
+    /// The rank is blocked until the operation ends.
     pub fn waits(&self) {
         self.set(State::Blocked);
+    }
+
+    /// The rank's GPU is blocked until the operation ends; the rank may go on.
+    pub fn gpu_waits(&self) {
+        self.set(State::GpuBlocked);
     }
 
     fn set(&self, state: impl FnOnce(Duration) -> State) {

@@ -3,8 +3,8 @@
 use std::io;
 use std::time::Duration;
 
-use super::run::{Run, rank_list};
-use crate::control::activity::GroupProgress;
+use super::run::{Peer, Run, rank_list};
+use crate::control::activity::{BlockedIn, GroupProgress};
 use crate::control::failure::{DIED_HINT, SILENT_HINT, died, silent};
 use crate::control::message::ToRank;
 use crate::control::{Failure, FailureKind, RankGroup, SAME_WORDS};
@@ -12,6 +12,10 @@ use crate::control::{Failure, FailureKind, RankGroup, SAME_WORDS};
 /// How long a rank's word that it failed is held back. It may have failed because another one died, which shows as a
 /// closed connection at about the same time.
 const HOLD: Duration = Duration::from_millis(500);
+
+/// How long ranks must wait for each other in a circle before the run ends of it: another thread of one of them may be about to
+/// bring what they wait for, and is not known before its first operation.
+const CIRCLE: Duration = Duration::from_secs(3);
 
 impl Run {
     /// A rank's connection has closed.
@@ -118,7 +122,7 @@ impl Run {
         if !lost.iter().any(|(_, peer)| silence(peer.heard) > limit) {
             return;
         }
-        let line = |(_, peer): &(usize, &super::run::Peer)| {
+        let line = |(_, peer): &(usize, &Peer)| {
             let what = silent(silence(peer.heard));
             peer.report(&format!(" {what}\n  its last operation"), now)
         };
@@ -147,6 +151,83 @@ impl Run {
             );
             self.announce(FailureKind::Deadline, None, message);
         }
+    }
+
+    /// Ends the run if ranks wait for each other in different groups. Those whose GPUs wait are left to the deadline: their programs
+    /// may go on and call what the others wait for.
+    pub fn find_circle(&mut self, now: Duration) {
+        if self.failure.is_some() || self.held.is_some() {
+            return;
+        }
+        let Some(circle) = (0..self.peers.len()).find_map(|rank| self.circle(rank)) else {
+            return;
+        };
+        // A rank that waits calls nothing, so these wait for each other if there was a moment at which all of them did.
+        let waits = circle.iter().filter_map(|rank| {
+            let (peer, blocked) = self.only_waits(*rank)?;
+            let waited = Duration::try_from_secs_f64(blocked.secs).ok()?;
+            Some((peer.heard.saturating_sub(waited), peer.heard))
+        });
+        let waits: Vec<_> = waits.collect();
+        let begun = waits.iter().map(|(begun, _)| *begun).max();
+        let heard = waits.iter().map(|(_, heard)| *heard).min();
+        if !begun
+            .zip(heard)
+            .is_some_and(|(begun, heard)| heard >= begun + CIRCLE)
+        {
+            return;
+        }
+        let message = format!(
+            "{} wait for each other in different groups\n{}\n\
+             hint: every rank must call the same operations in the same order; what saves, evaluates or gathers is every rank's call, \
+             not that of one (`if rank == 0`)",
+            rank_list(&circle),
+            self.report(now)
+        );
+        self.announce(FailureKind::Deadlock, None, message);
+    }
+
+    /// The operation that a rank waits for, if that is all it does.
+    fn only_waits(&self, rank: usize) -> Option<(&Peer, &BlockedIn)> {
+        let peer = self.peers.get(rank)?.as_ref()?;
+        let blocked = peer.snapshot.blocked.as_ref()?;
+        let is_all = blocked.is_all && !peer.left && !peer.gone && peer.failed.is_none();
+        is_all.then_some((peer, blocked))
+    }
+
+    /// The ranks that have not called what a rank waits for and that only wait themselves.
+    fn awaited(&self, rank: usize) -> Vec<usize> {
+        let Some((_, blocked)) = self.only_waits(rank) else {
+            return Vec::new();
+        };
+        let (Some(group), Some(seq)) = (self.groups.get(&blocked.group), blocked.seq) else {
+            return Vec::new();
+        };
+        let members = group.members.iter().copied();
+        let awaited = members.filter(|member| self.progress(*member, group).begun <= seq);
+        awaited
+            .filter(|member| self.only_waits(*member).is_some())
+            .collect()
+    }
+
+    /// Ranks, this one first, each of which waits for the next, and the last one for this one.
+    fn circle(&self, rank: usize) -> Option<Vec<usize>> {
+        let mut path = vec![(rank, self.awaited(rank))];
+        let mut is_seen = vec![false; self.peers.len()];
+        while let Some((_, awaited)) = path.last_mut() {
+            match awaited.pop() {
+                None => drop(path.pop()),
+                Some(next) if next == rank => {
+                    return Some(path.into_iter().map(|(rank, _)| rank).collect());
+                }
+                Some(next) if is_seen[next] => {}
+                Some(next) => {
+                    is_seen[next] = true;
+                    path.push((next, self.awaited(next)));
+                }
+            }
+        }
+        None
     }
 
     fn progress(&self, rank: usize, group: &RankGroup) -> GroupProgress {

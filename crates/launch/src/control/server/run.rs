@@ -176,6 +176,7 @@ impl Run {
                 self.broadcast(&ToRank::Beat(zero.snapshot.clone()));
             }
             self.find_silent(now);
+            self.find_circle(now);
             self.find_late(now);
             self.find_held(now);
         } else if self.refusal.is_none() {

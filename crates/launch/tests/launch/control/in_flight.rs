@@ -1,9 +1,9 @@
 //! Which rank is named when one is late and the others have several operations in flight.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use candle_launch::{Control, RankGroup};
+use candle_launch::{Control, FailureKind, RankGroup};
 
 use super::ranks::{operation, ranks_with};
 
@@ -74,18 +74,85 @@ fn a_rank_that_waits_in_a_later_operation_has_come_to_the_earlier() {
     );
 }
 
+fn group(id: &str, members: &[usize]) -> Arc<RankGroup> {
+    Arc::new(RankGroup {
+        id: id.into(),
+        members: members.to_vec(),
+    })
+}
+
+/// Rank 0 waits for rank 1, that for rank 2, and that for rank 0, while rank 3 waits for one of them.
+#[test]
+fn ranks_that_wait_for_each_other_in_a_circle_are_named_long_before_the_deadline() {
+    let begin = Instant::now();
+    let reports = ranks_with(
+        4,
+        |config| config.deadline = Duration::from_secs(60),
+        |control| {
+            let control = control.unwrap();
+            let rank = control.rank();
+            let members = [vec![0, 1, 3], vec![1, 2], vec![0, 2], vec![0, 1, 3]][rank].clone();
+            let of = group(&format!("{members:?}"), &members);
+            // The others have called this one.
+            drop(control.begin(operation(&of, 0, "barrier")));
+            let _in_flight = control.begin(operation(&of, 1, "barrier"));
+            while control.failure().is_none() {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            control.failure().unwrap()
+        },
+    );
+    assert!(begin.elapsed() < Duration::from_secs(30));
+    for failure in reports {
+        assert_eq!((failure.kind, failure.rank), (FailureKind::Deadlock, None));
+        let first = failure.message.lines().next().unwrap();
+        assert_eq!(
+            first,
+            "ranks 0, 1, 2 wait for each other in different groups"
+        );
+        assert!(failure.message.contains("\nhint: every rank must call"));
+    }
+}
+
+/// Of two ranks that seem to wait for each other one has another thread, or only its GPU waits: it may still call what is missing.
+#[test]
+fn ranks_that_may_go_on_are_no_circle() {
+    for has_threads in [false, true] {
+        let reports = ranks_with(
+            2,
+            |config| config.deadline = Duration::from_secs(60),
+            |control| {
+                let control = control.unwrap();
+                let (own, other) = (group("a", &[0, 1]), group("b", &[0, 1]));
+                let (own, other) = match control.rank() {
+                    0 => (own, other),
+                    _ => (other, own),
+                };
+                let waiting = control.begin(operation(&own, 0, "barrier"));
+                if control.rank() == 1 {
+                    if has_threads {
+                        let late =
+                            || drop(control.begin(operation(&group("c", &[1]), 0, "barrier")));
+                        std::thread::scope(|threads| drop(threads.spawn(late)));
+                    } else {
+                        waiting.gpu_waits();
+                    }
+                }
+                std::thread::sleep(Duration::from_secs(6));
+                let failure = control.failure();
+                drop(control.begin(operation(&other, 0, "barrier")));
+                failure
+            },
+        );
+        assert_eq!(reports, [None, None]);
+    }
+}
+
 /// Ranks 0 and 2 are one group, ranks 2 and 3 another, in which rank 2 waits for rank 3.
 #[test]
 fn the_rank_that_another_group_waits_for_is_named() {
     let report = deadline_report(4, |control| {
-        let group = |id: &str, members: [usize; 2]| {
-            let members = members.to_vec();
-            Arc::new(RankGroup {
-                id: id.into(),
-                members,
-            })
-        };
-        let (dp, tp) = (group("dp", [0, 2]), group("tp", [2, 3]));
+        let (dp, tp) = (group("dp", &[0, 2]), group("tp", &[2, 3]));
         match control.rank() {
             0 => {
                 // Known before it is late.
@@ -115,7 +182,7 @@ fn a_rank_whose_gpu_is_late_is_named() {
         let tickets = [begin(0), begin(1)];
         tickets.iter().for_each(|ticket| ticket.queued());
         if control.rank() == 0 {
-            tickets[0].waits();
+            tickets[0].gpu_waits();
         }
         tickets
     });
