@@ -7,18 +7,23 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, bail};
 use candle_parallel::checkpoint::read_file;
 use rayon::prelude::*;
+use tokenizers::Encoding;
 
+use crate::guarded::guarded;
 use crate::line_borders::{Borders, PART_BYTES, borders_of};
 use crate::special_tokens::{SpecialTokens, read_special_tokens};
+use crate::text_growth::check_growth;
 use crate::tokenizer_config::TokenizerConfig;
 
 /// A checkpoint's tokenizer.
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     tokenizer: tokenizers::Tokenizer,
+    /// What it is called in errors: the file that it is from.
+    name: String,
     special: SpecialTokens,
     /// Spellings of special tokens, by name.
     named: BTreeMap<String, String>,
@@ -50,28 +55,38 @@ impl Tokenizer {
             ),
             Err(e) => bail!("cannot read the tokenizer {path:?}: {e}"),
         };
-        let mut tokenizer = match tokenizers::Tokenizer::from_bytes(&bytes) {
-            Ok(tokenizer) => tokenizer,
-            Err(e) => bail!(
-                "{path:?} is not a tokenizer in the format of the `tokenizers` library: {e}\nhint: the file may be damaged or belong to another program; fetch it again or write it with transformers' save_pretrained"
-            ),
-        };
-        tokenizer.with_padding(None);
-        if let Err(e) = tokenizer.with_truncation(None) {
-            bail!("cannot turn off the truncation of {path:?}: {e}");
-        }
         let config = TokenizerConfig::read(dir)?;
-        config.apply(&mut tokenizer)?;
-        let special = read_special_tokens(dir, &config, &tokenizer)?;
-        for contradiction in config.contradictions(&tokenizer) {
-            tracing::warn!("{contradiction}");
-        }
-        let mut read = Self::new(tokenizer, special)?;
-        read.named.extend(config.named());
-        Ok(read)
+        let not_a_tokenizer = |why: &dyn std::fmt::Display| {
+            Error::msg(format!(
+                "{path:?} is not a tokenizer in the format of the `tokenizers` library: {why}\nhint: the file may be damaged or belong to another program; fetch it again or write it with transformers' save_pretrained"
+            ))
+        };
+        let read = guarded(|| {
+            let tokenizer = tokenizers::Tokenizer::from_bytes(&bytes);
+            let mut tokenizer = tokenizer.map_err(|e| not_a_tokenizer(&e))?;
+            check_parts(&tokenizer).map_err(|e| not_a_tokenizer(&e))?;
+            tokenizer.with_padding(None);
+            if let Err(e) = tokenizer.with_truncation(None) {
+                bail!("cannot turn off the truncation of {path:?}: {e}");
+            }
+            config.apply(&mut tokenizer)?;
+            let special = read_special_tokens(dir, &config, &tokenizer)?;
+            for contradiction in config.contradictions(&tokenizer) {
+                tracing::warn!("{contradiction}");
+            }
+            let mut read = Self::new(tokenizer, special, format!("{path:?}"))?;
+            read.named.extend(config.named());
+            Ok(read)
+        });
+        read.map_err(|panic| not_a_tokenizer(&panic))?
     }
 
-    pub(crate) fn new(tokenizer: tokenizers::Tokenizer, special: SpecialTokens) -> Result<Self> {
+    /// A tokenizer that is called `name` in errors.
+    pub(crate) fn new(
+        tokenizer: tokenizers::Tokenizer,
+        special: SpecialTokens,
+        name: String,
+    ) -> Result<Self> {
         let Some(max_id) = tokenizer.get_vocab(true).into_values().max() else {
             bail!("the tokenizer has an empty vocabulary")
         };
@@ -87,6 +102,7 @@ impl Tokenizer {
             borders: borders_of(&tokenizer),
             num_encoded_bytes: Arc::default(),
             tokenizer,
+            name,
             special,
             max_id,
         })
@@ -151,10 +167,23 @@ impl Tokenizer {
     }
 
     fn encode_whole(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {
-        match self.tokenizer.encode_fast(text, special_tokens) {
-            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-            Err(e) => bail!("cannot encode a text of {} bytes: {e}", text.len()),
-        }
+        let encode = || self.tokenizer.encode_fast(text, special_tokens);
+        Ok(self.encoding(text, encode)?.get_ids().to_vec())
+    }
+
+    /// What `encode` makes of a text.
+    fn encoding(
+        &self,
+        text: &str,
+        encode: impl FnOnce() -> tokenizers::Result<Encoding>,
+    ) -> Result<Encoding> {
+        let encoding = guarded(|| encode().map_err(Error::msg)).and_then(|encoding| encoding);
+        encoding.map_err(|e| {
+            let (name, num_bytes) = (&self.name, text.len());
+            Error::msg(format!(
+                "{name} cannot encode a text of {num_bytes} bytes: {e}"
+            ))
+        })
     }
 
     /// The ids that the post-processor puts before and after those of a text; `None` if it does something else.
@@ -194,10 +223,7 @@ impl Tokenizer {
         special_tokens: bool,
         spans: &[Range<usize>],
     ) -> Result<(Vec<u32>, Vec<bool>)> {
-        let encoding = match self.tokenizer.encode(text, special_tokens) {
-            Ok(encoding) => encoding,
-            Err(e) => bail!("cannot encode a text of {} bytes: {e}", text.len()),
-        };
+        let encoding = self.encoding(text, || self.tokenizer.encode(text, special_tokens))?;
         let offsets = encoding.get_offsets();
         let mut in_span = vec![false; offsets.len()];
         // The first and the last token of each span, in one pass.
@@ -233,10 +259,15 @@ impl Tokenizer {
     }
 
     fn decode_with(&self, ids: &[u32], skips_special: bool) -> Result<String> {
-        match self.tokenizer.decode(ids, skips_special) {
-            Ok(text) => Ok(text),
-            Err(e) => bail!("cannot decode {} token ids: {e}", ids.len()),
-        }
+        let decode = || {
+            self.tokenizer
+                .decode(ids, skips_special)
+                .map_err(Error::msg)
+        };
+        guarded(decode).and_then(|text| text).map_err(|e| {
+            let (name, num_ids) = (&self.name, ids.len());
+            Error::msg(format!("{name} cannot decode {num_ids} token ids: {e}"))
+        })
     }
 
     /// Rows that an embedding needs for every token: the highest id + 1.
@@ -311,6 +342,19 @@ impl Tokenizer {
     pub(crate) fn inner(&self) -> &tokenizers::Tokenizer {
         &self.tokenizer
     }
+}
+
+/// Checks that neither the normalizer nor the decoder makes a text much longer.
+fn check_parts(tokenizer: &tokenizers::Tokenizer) -> Result<()> {
+    let normalizer = tokenizer.get_normalizer().map(serde_json::to_value);
+    let decoder = tokenizer.get_decoder().map(serde_json::to_value);
+    for (name, part) in [("normalizer", normalizer), ("decoder", decoder)] {
+        let part = part.transpose().map_err(Error::wrap)?;
+        if let Err(e) = check_growth(&part.unwrap_or_default()) {
+            bail!("its {name} cannot be used: {e}");
+        }
+    }
+    Ok(())
 }
 
 fn missing_file_hint(dir: &Path) -> String {

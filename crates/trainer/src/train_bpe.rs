@@ -76,6 +76,7 @@ impl Tokenizer {
                 eos_id: EOS_ID,
                 bos_id: Some(BOS_ID),
             },
+            "the trained tokenizer".into(),
         )
     }
 

@@ -1,7 +1,6 @@
 //! The rows of a Parquet file as records.
 
 use std::fs::File;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use candle_core::{Error, Result, bail};
@@ -12,6 +11,8 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter;
 use parquet::record::{Field, Row};
 use serde::Deserialize;
+
+use crate::guarded::guarded;
 
 /// The rows of a file, read group by group.
 pub(crate) struct ParquetRows {
@@ -26,7 +27,8 @@ impl ParquetRows {
         let reader = guarded(|| {
             let file = open_file(path).map_err(Error::wrap)?;
             SerializedFileReader::new(file).map_err(Error::wrap)
-        });
+        })
+        .and_then(|reader| reader);
         let reader = match reader {
             Ok(reader) => reader,
             Err(err) => bail!("cannot read data file {path:?}: {err}"),
@@ -45,20 +47,11 @@ impl ParquetRows {
     /// # Errors
     /// The file is damaged.
     pub fn next_row(&mut self) -> Result<Option<Value>> {
-        let row = guarded(|| self.rows.next().transpose().map_err(Error::wrap));
+        let row = guarded(|| self.rows.next().transpose().map_err(Error::wrap)).and_then(|row| row);
         match row.and_then(|row| row.as_ref().map(value_of_row).transpose()) {
             Ok(row) => Ok(row),
             Err(err) => bail!("cannot read data file {:?}: {err}", self.path),
         }
-    }
-}
-
-/// What `read` gives. The reader's own assertions, which fail in files that are damaged, are errors too.
-fn guarded<T>(read: impl FnOnce() -> Result<T>) -> Result<T> {
-    // After an error nothing is read any more.
-    match catch_unwind(AssertUnwindSafe(read)) {
-        Ok(read) => read,
-        Err(_) => bail!("it is damaged"),
     }
 }
 

@@ -7,6 +7,7 @@ use candle_parallel::gguf::{GgufMetadata, GgufValue};
 use serde_json::{Map, Value, json};
 
 use super::{SPACE, byte_level, kind, sentence_piece};
+use crate::guarded::guarded;
 use crate::special_tokens::SpecialTokens;
 use crate::{ChatTemplate, Tokenizer};
 
@@ -58,11 +59,18 @@ pub fn tokenizer_from_gguf(metadata: &GgufMetadata) -> Result<Tokenizer> {
     json["added_tokens"] = Value::Array(added.collect());
     json["version"] = json!("1.0");
     json["post_processor"] = file.around(&tokens);
-    let tokenizer = json.to_string().parse::<tokenizers::Tokenizer>();
-    let tokenizer = tokenizer
-        .map_err(|err| Error::msg(format!("the file's tokenizer cannot be made: {err}")))?;
     let bos_id = file.id("bos");
-    Tokenizer::new(tokenizer, SpecialTokens { eos_id, bos_id })
+    let special = SpecialTokens { eos_id, bos_id };
+    let made = guarded(|| {
+        let tokenizer = json.to_string().parse::<tokenizers::Tokenizer>();
+        Tokenizer::new(
+            tokenizer.map_err(Error::msg)?,
+            special,
+            "the file's tokenizer".into(),
+        )
+    });
+    made.and_then(|made| made)
+        .map_err(|err| Error::msg(format!("the file's tokenizer cannot be made: {err}")))
 }
 
 /// The chat template of a file, which `path` is called in errors.

@@ -7,6 +7,7 @@ use candle_parallel::gguf::{GgufMetadata, GgufValue};
 use serde_json::Value;
 
 use super::{SPACE, byte_level, kind, sentence_piece};
+use crate::guarded::guarded;
 use crate::{ChatTemplate, Tokenizer, counted};
 
 /// Names of special tokens: that of a file, in llama.cpp's spelling, and that of transformers.
@@ -389,8 +390,8 @@ fn has_unreachable(tokenizer: &Tokenizer, json: &Value) -> bool {
     let vocab = json["model"]["vocab"].as_object();
     vocab.into_iter().flatten().any(|(text, id)| {
         let id = id.as_u64().unwrap_or_default() as u32;
-        let ids = plain.encode_fast(text.as_str(), false);
-        !added.contains_key(&id) && !ids.is_ok_and(|ids| ids.get_ids() == [id])
+        let ids = guarded(|| plain.encode_fast(text.as_str(), false));
+        !added.contains_key(&id) && !ids.is_ok_and(|ids| ids.is_ok_and(|ids| ids.get_ids() == [id]))
     })
 }
 

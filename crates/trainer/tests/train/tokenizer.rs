@@ -195,6 +195,66 @@ fn missing_and_foreign_files_are_named() {
     }
 }
 
+/// The library panics on each of these, at the latest when it decodes.
+#[test]
+fn files_that_the_library_panics_on_are_errors() {
+    let template = json!({
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "[GONE]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {},
+    });
+    let model = json!({
+        "type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "</s>": 3}, "merges": [["a", "b"]],
+        "continuing_subword_prefix": "######", "dropout": null, "unk_token": null, "end_of_word_suffix": null,
+        "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+    });
+    let replace = |pattern: Value| json!({"type": "Replace", "pattern": pattern, "content": "x"});
+    let twenty = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "a".repeat(20)});
+    let hostile = [
+        ("normalizer", replace(json!({"String": ""}))),
+        (
+            "normalizer",
+            json!({"type": "Sequence", "normalizers": vec![&twenty; 8]}),
+        ),
+        (
+            "normalizer",
+            json!({"type": "Prepend", "prepend": "a".repeat(10 << 20)}),
+        ),
+        ("post_processor", template),
+        ("model", model),
+        (
+            "decoder",
+            json!({"type": "Strip", "content": "a", "start": 0, "stop": 1_u64 << 62}),
+        ),
+        (
+            "decoder",
+            json!({"type": "Sequence", "decoders": vec![&twenty; 8]}),
+        ),
+    ];
+    for (part, value) in hostile {
+        let dir = saved();
+        let path = dir.path().join("tokenizer.json");
+        let mut file: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        file[part] = value;
+        if part == "model" {
+            file["added_tokens"] = json!([]);
+            write(
+                dir.path(),
+                "tokenizer_config.json",
+                json!({"eos_token": "</s>"}),
+            );
+        }
+        fs::write(&path, file.to_string()).unwrap();
+        let tried = Tokenizer::from_dir(dir.path()).and_then(|tokenizer| {
+            tokenizer.encode_with_special_tokens("a banana")?;
+            tokenizer.encode_prompt("a banana")?;
+            tokenizer.decode(&tokenizer.encode("a")?)
+        });
+        assert_error(tried, &[path.to_str().unwrap()]);
+    }
+}
+
 #[test]
 fn a_token_beyond_the_model_is_named() {
     let tokenizer = trained();
