@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use candle_core::{Error, Result, bail};
 use candle_launch::launcher::{RendezvousAddress, become_rank, launch, reach, run_agent};
-use candle_launch::{NEEDS_MPI_EXIT_CODE, RankEnv};
+use candle_launch::{NEEDS_MPI_EXIT_CODE, RankEnv, ignore_file_size_signal};
 use candle_train_run::{
     Finetune, FromCheckpoint, FromScratch, Pretrain, Run, Start, exit_as_rank, exit_with,
     print_line, print_note, written,
@@ -172,6 +172,7 @@ fn beside(command: &str) -> Beside {
 
 /// Runs `candle-train` with the arguments of this process.
 pub fn candle_train() -> ExitCode {
+    ignore_file_size_signal();
     let idle = |command: &CandleTrain| match command {
         CandleTrain::Finetune(training) => training.run.idle(),
         CandleTrain::Pretrain(training) => training.run.idle(),

@@ -26,6 +26,7 @@ pub use launcher::{
 };
 pub use rank_env::{RankEnv, StartedBy};
 pub use secret::Secret;
+pub use signal_pipe::ignore_file_size_signal;
 pub use spoken_wait::{SpokenWait, WaitNotices};
 pub use stop_signals::{StopSignals, before_ending};
 pub use whole_output::{has_no_reader, write_whole};

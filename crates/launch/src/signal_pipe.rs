@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc;
 
+use nix::errno::Errno;
 use nix::sys::signal::{self, SaFlags, SigAction, SigHandler, SigSet, Signal};
 
 /// Where the handlers of each watcher write; -1 before they are set.
@@ -77,6 +78,19 @@ pub(crate) fn watch(
     Ok(())
 }
 
+/// From now on a write beyond the limit on the size of files (`ulimit -f`) is an error, as one to a full disk is, and does not end the process.
+/// A handler that is there already stays.
+pub fn ignore_file_size_signal() {
+    let ignore = SigAction::new(SigHandler::SigIgn, SaFlags::empty(), SigSet::empty());
+    let earlier = set_action(Signal::SIGXFSZ, &ignore);
+    if let Ok(earlier) = earlier
+        && !matches!(earlier.handler(), SigHandler::SigDfl)
+    {
+        // It was there a moment ago.
+        let _ = set_action(Signal::SIGXFSZ, &earlier);
+    }
+}
+
 fn receive(
     mut reader: UnixStream,
     before: &[(Signal, SigAction)],
@@ -99,7 +113,7 @@ fn receive(
 
 #[allow(unsafe_code)]
 fn set_action(signal: Signal, action: &SigAction) -> nix::Result<SigAction> {
-    // SAFETY: the handler is `on_signal_of`, which only does what a signal handler may, or what was there before.
+    // SAFETY: the handler is `on_signal_of`, which only does what a signal handler may, none, or what was there before.
     unsafe { signal::sigaction(signal, action) }
 }
 
@@ -107,6 +121,9 @@ fn set_action(signal: Signal, action: &SigAction) -> nix::Result<SigAction> {
 extern "C" fn on_signal_of<const WATCHER: usize>(number: std::ffi::c_int) {
     // SAFETY: the descriptor is open until the process ends (`watch` gave it up); it is one before the handler is set.
     let pipe = unsafe { BorrowedFd::borrow_raw(PIPES[WATCHER].load(Ordering::Acquire)) };
+    // What the signal interrupts may be about to look at the error of its last system call.
+    let interrupted = Errno::last();
     // A write is allowed in a signal handler, and this one never blocks: if there is no room the thread has been woken often enough.
     let _ = nix::unistd::write(pipe, &[number as u8]);
+    interrupted.set();
 }

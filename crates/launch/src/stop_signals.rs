@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigHandler, Signal};
 
 use crate::control::{print_aside, print_in_time};
-use crate::signal_pipe::{Watcher, watch};
+use crate::signal_pipe::{Watcher, ignore_file_size_signal, watch};
 
 /// What asks a program to stop. `mpirun` passes only the last one on without killing a moment later.
 pub(crate) const STOPPING: [Signal; 4] = [
@@ -35,11 +35,14 @@ impl StopSignals {
     /// From now on the first signal is only noted, and a second one, a second later or more, does what the first would have done before:
     /// it ends the process. One that is ignored, as SIGINT is in the background of a shell and SIGHUP under `nohup`, stays ignored.
     ///
+    /// A write beyond the limit on the size of files is an error from now on, as one to a full disk is.
+    ///
     /// At either one what `say` makes of its name, and of whether it is the second, is printed on standard error.
     pub fn defer(
         say: impl Fn(&str, bool) -> Option<String> + Send + Sync + 'static,
     ) -> &'static Self {
         DEFERRED.get_or_init(|| {
+            ignore_file_size_signal();
             let stop = Self::default();
             let (first, say) = (stop.first.clone(), Arc::new(say));
             let mut first_at: Option<Instant> = None;

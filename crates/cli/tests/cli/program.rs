@@ -219,7 +219,7 @@ impl Program {
         let mut command = if self.limits_files {
             let mut shell = Command::new("sh");
             // In units of 512 bytes. A signal that is ignored stays ignored: the write fails instead.
-            shell.args(["-c", "trap '' XFSZ; ulimit -f 128; exec \"$0\" \"$@\""]);
+            shell.args(["-c", "ulimit -f 128; exec \"$0\" \"$@\""]);
             shell.arg(&self.binary);
             shell
         } else if let Some((launcher, flags)) = self.launcher.split_first() {
