@@ -53,6 +53,7 @@ mod cli {
         mod signals;
     }
     mod layout;
+    mod limits;
     mod llama_cpp;
     mod lora;
     mod memory;

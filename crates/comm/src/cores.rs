@@ -5,7 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 use std::sync::atomic::AtomicI64;
 
-use candle_core::{Device, Result};
+use candle_core::{Device, Result, bail};
+use candle_launch::THREADS_HINT;
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
 use crate::Error;
@@ -25,6 +26,22 @@ pub(crate) fn num_cores() -> usize {
     wanted
         .filter(|number| *number > 0)
         .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get))
+}
+
+/// Starts the threads on which this process computes outside of ranks, rayon's own, if nobody has. The first operation that needs
+/// them does so too, and panics where the system has no threads.
+///
+/// # Errors
+/// The system has no more threads.
+pub fn start_threads() -> Result<()> {
+    let Err(error) = ThreadPoolBuilder::new().build_global() else {
+        return Ok(());
+    };
+    match std::error::Error::source(&error) {
+        Some(error) => bail!("no threads to compute on: {error}\n{THREADS_HINT}"),
+        // They are there.
+        None => Ok(()),
+    }
 }
 
 /// A rank's own threads. What it drops there is freed on its device.

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::thread::{Builder, scope};
 
 use candle_core::{Device, Result};
+use candle_launch::THREADS_HINT;
 
 use crate::cores::{catch_panic, keep_candle_from_threads, num_cores, pool_of_rank};
 use crate::local::{LocalCommunicator, World};
@@ -117,7 +118,8 @@ pub fn threads_with<T: Send>(
             match spawned {
                 Ok(handle) => handles.push(handle),
                 Err(error) => {
-                    let message = format!("its thread could not be started: {error}");
+                    let message =
+                        format!("its threads could not be started: {error}\n{THREADS_HINT}");
                     world.fail(rank, &Error::Argument(message).into());
                     break;
                 }

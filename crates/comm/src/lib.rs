@@ -61,6 +61,7 @@ pub use backend::Backend;
 pub use candle_launch::{Fingerprint, RankEnv};
 pub use choices::HalfSums;
 pub use communicator::{Communicator, Request};
+pub use cores::start_threads;
 pub use counters::{Counters, OpCount};
 pub use element::sum_in_order;
 pub use error::{Error, message_of};

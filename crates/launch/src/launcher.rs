@@ -32,6 +32,7 @@ mod program;
 mod rank_variables;
 mod rendezvous_address;
 mod signals;
+mod thread;
 mod wire;
 
 pub use agent::{become_rank, run_agent};

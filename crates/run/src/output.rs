@@ -8,7 +8,8 @@ use candle_comm::launch::cannot_start;
 use candle_comm::message_of;
 use candle_core::{Error, Result};
 use candle_launch::{
-    CANNOT_GO_ON_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE, has_no_reader, write_whole,
+    CANNOT_GO_ON_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE, has_no_reader, hint_of_files,
+    write_whole,
 };
 
 /// The first error of stdout, after which nothing more is written to it: half a line would be between others.
@@ -130,6 +131,9 @@ fn sentence(message: &str) -> String {
             (false, false) => sentence.push_str(": "),
         }
         sentence.push_str(line);
+    }
+    if let Some(hint) = hint_of_files(&sentence) {
+        sentence = format!("{sentence}\n{hint}");
     }
     sentence
 }

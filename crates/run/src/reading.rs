@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_comm::RunConfig;
+use candle_comm::{RunConfig, start_threads};
 use candle_core::{Result, bail};
 use candle_trainer::hub::DataUse;
 use candle_trainer::{
@@ -214,6 +214,7 @@ impl Reader<'_> {
     }
 
     fn samples(&self, data: &Data) -> Result<TrainingData> {
+        start_threads()?;
         let tokens = Tokens::encode(data, &self.encoder, self.cache.as_ref())?;
         let (seq_len, overlong) = (self.sequences.seq_len(), self.sequences.overlong);
         if let (Overlong::Error, Some(record)) = (overlong, tokens.first_longer_than(seq_len)) {

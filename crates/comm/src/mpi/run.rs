@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use candle_core::Device;
 
-use candle_launch::{RankEnv, SpokenWait, WaitNotices};
+use candle_launch::{RankEnv, SpokenWait, THREADS_HINT, WaitNotices};
 
 use super::Result;
 use super::communicator::MpiCommunicator;
@@ -98,7 +98,8 @@ pub fn mpi<T: Send>(
         let handle = match Builder::new().spawn_scoped(scope, rank_main) {
             Ok(handle) => handle,
             Err(error) => {
-                say_failed(rank, &format!("its thread could not be started: {error}"));
+                let message = format!("its thread could not be started: {error}\n{THREADS_HINT}");
+                say_failed(rank, &message);
                 abort(&ctx, exit_code)
             }
         };
@@ -228,7 +229,7 @@ fn run_rank<T: Send>(
     let rank = world.shared.world_rank;
     let group = ProcessGroup::new(Box::new(world));
     let pool = pool_of_rank(rank, num_threads, &Device::Cpu)
-        .map_err(|error| format!("its threads could not be started: {error}"))?;
+        .map_err(|error| format!("its threads could not be started: {error}\n{THREADS_HINT}"))?;
     let outcome = pool.install(|| catch_panic(|| run(group)));
     outcome.map_err(|error| message_of(&error))
 }

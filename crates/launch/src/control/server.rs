@@ -29,6 +29,9 @@ pub(super) use strangers::{Serving, Strangers};
 /// How long a stranger may take to say who it is.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(2);
 
+/// Files that a rank opens beside the connections of others: data, checkpoints, what it prints.
+const SPARE_FILES: u64 = 16;
+
 /// Rank 0's server. It runs until it is dropped.
 pub(super) struct Server {
     hub: Arc<Hub>,
@@ -44,7 +47,7 @@ impl Server {
             run: Mutex::new(Run::new(config)),
             changed: Condvar::new(),
         });
-        allow_connections(config.world_size);
+        allow_connections(config.world_size)?;
         let (meeting, listening, watching) = (hub.clone(), hub.clone(), hub.clone());
         let serving = Strangers::serve(
             listener,
@@ -73,18 +76,25 @@ impl Drop for Server {
     }
 }
 
-/// Lets this process have as many files open as connections of ranks take, of which it has three each, if it may.
-fn allow_connections(world_size: usize) {
+/// Lets this process have as many files open as connections of ranks take, of which it has three each.
+///
+/// # Errors
+/// It may not, and could not have those of all ranks beside what it opens by itself.
+fn allow_connections(world_size: usize) -> io::Result<()> {
+    let (now, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let wanted = 4 * world_size as u64 + 2048;
-    let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(now, most)| match now < wanted {
-        true => setrlimit(Resource::RLIMIT_NOFILE, wanted.min(most), most),
-        false => Ok(()),
-    });
-    if let Err(errno) = raised {
-        tracing::warn!(
-            "rank 0 cannot have {wanted} files open, so some ranks may not get in: {errno}"
-        );
+    if now < wanted {
+        setrlimit(Resource::RLIMIT_NOFILE, wanted.min(most), most)?;
     }
+    let num_open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count) as u64;
+    let needed = num_open + 3 * world_size as u64 + SPARE_FILES;
+    if now.max(most) < needed {
+        return Err(io::Error::other(format!(
+            "it may have {most} files open, expected at least {needed}, three for each of {world_size} ranks and {SPARE_FILES} to \
+             spare\nhint: raise the limit on open files (`ulimit -n`)"
+        )));
+    }
+    Ok(())
 }
 
 /// What the server's threads share. Nothing is written or read under the lock, only queued.

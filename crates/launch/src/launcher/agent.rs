@@ -20,7 +20,7 @@ use super::call::{Caller, call_as_told};
 use super::end::End;
 use super::host_plan::HostPlan;
 use super::wire::{self, ALIVE_INTERVAL, Command, GREETING, Report};
-use super::{process_tree, program, signals};
+use super::{process_tree, program, signals, thread};
 use crate::{Error, RankEnv, Result};
 use rank::Rank;
 pub use rank::become_rank;
@@ -58,7 +58,7 @@ pub fn run_agent(front: Option<&str>) -> ExitCode {
     // Errors of its stdout mean that the front is gone, and the end of stdin says that too.
     let _ = writeln!(stdout(), "{GREETING}");
     let (reports, posted) = mpsc::channel();
-    let writer = std::thread::spawn(move || wire::write_posts(stdout(), &posted, &Report::Alive));
+    let writer = thread::start(move || wire::write_posts(stdout(), &posted, &Report::Alive));
     let (last, code) = match watched.and_then(|()| run(sender, &events, &reports)) {
         Ok(()) => (Report::Finished, ExitCode::SUCCESS),
         Err(error) => (Report::Refused(error.to_string()), ExitCode::FAILURE),
@@ -130,7 +130,7 @@ fn check(plan: &HostPlan) -> Result<()> {
 }
 
 fn read_commands(events: Sender<Event>) {
-    std::thread::spawn(move || {
+    thread::start(move || {
         let mut input = BufReader::new(stdin());
         loop {
             let event = match wire::receive(&mut input) {
@@ -153,7 +153,7 @@ fn read_commands(events: Sender<Event>) {
 
 /// Collects the ends of all children, among them the orphans that this subreaper inherits.
 fn wait_for_children(events: Sender<Event>) {
-    std::thread::spawn(move || {
+    thread::start(move || {
         loop {
             let sent = match waitpid(None, None) {
                 Ok(status) => events.send(Event::Ended(status)),

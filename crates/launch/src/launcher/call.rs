@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::host::Host;
 use super::rendezvous_address::RendezvousAddress;
+use super::thread;
 use crate::Secret;
 use crate::control::handshake::{self, Key, Purpose};
 use crate::control::wire::{self, Limits, Timed};
@@ -99,7 +100,7 @@ pub fn reach(front: &RendezvousAddress, host: &str, words: &[String]) -> ExitCod
         let (from, mut to) = (call.stream.try_clone()?, call.stream);
         // Without a buffer: what comes has no lines.
         let mut output = File::from(stdout().as_fd().try_clone_to_owned()?);
-        std::thread::spawn(move || {
+        thread::start(move || {
             // Its end is the end of what the command reads.
             let _ = copy(&mut stdin(), &mut to);
             let _ = to.shutdown(Shutdown::Write);

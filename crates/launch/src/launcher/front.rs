@@ -26,7 +26,7 @@ use super::host_plan::HostPlan;
 use super::layout::Layout;
 use super::mpi::{self, Mpi};
 use super::wire::Report;
-use super::{dry_run, member, process_tree, program, signals};
+use super::{dry_run, member, process_tree, program, signals, thread};
 use crate::{Error, Result, has_no_reader, write_whole};
 use door::Door;
 use labelled_output::{LabelledOutput, RankOutputs};
@@ -180,7 +180,7 @@ impl Front<'_> {
         let name = mpi.words[0].clone();
         let process = Process::start(&mut command, &format!("[{name}] "))?;
         let (pid, events) = (process.pid(), self.sender.clone());
-        std::thread::spawn(move || {
+        thread::start(move || {
             let how = format!("{name} has ended ({})", process.end(None).0);
             let _ = events.send(Event::MpiEnded(pid, how));
         });

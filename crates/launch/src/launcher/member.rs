@@ -15,7 +15,7 @@ use super::config::LaunchConfig;
 use super::end::LOST_HOST_EXIT_CODE;
 use super::front::Outcome;
 use super::host::Host;
-use super::{process_tree, signals};
+use super::{process_tree, signals, thread};
 use crate::secret::random_bytes;
 use crate::{Error, Result, Secret, SpokenWait};
 
@@ -135,7 +135,7 @@ impl Line {
         if let Some(stream) = line.as_ref() {
             let _ = stream.shutdown(Shutdown::Both);
         }
-        std::thread::spawn(move || {
+        thread::start(move || {
             end(if is_first { PATIENCE } else { Duration::ZERO });
             super::front::say(&format!("stopped by {}", signal.as_str()));
             std::process::exit(128 + signal as i32);

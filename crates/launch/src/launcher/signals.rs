@@ -2,6 +2,7 @@
 
 use nix::sys::signal::{SigHandler, Signal};
 
+use crate::limits::at_limit;
 use crate::signal_pipe::{self, Watcher};
 use crate::{Error, Result};
 
@@ -22,5 +23,5 @@ pub(super) fn watch(mut on_signal: impl FnMut(Signal) + Send + 'static) -> Resul
     };
     let watcher = (Watcher::Launcher, "signals");
     signal_pipe::watch(watcher, &ENDING, replaces, hear)
-        .map_err(|error| Error::Launch(format!("cannot watch for signals: {error}")))
+        .map_err(|error| Error::Launch(format!("cannot watch for signals: {}", at_limit(&error))))
 }

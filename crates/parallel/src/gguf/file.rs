@@ -5,8 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::sync_channel;
+use std::thread::{Builder, scope};
 
-use candle_comm::message_of;
+use candle_comm::{message_of, start_threads};
 use candle_core::{Error, Result, bail};
 use rayon::prelude::*;
 
@@ -73,12 +74,13 @@ impl GgufFile {
     /// # Errors
     /// Weights that cannot be read, are NaN or infinite, or do not fit their type, by name; what `out` says.
     pub fn write(&self, weights: &dyn Weights, out: &mut (impl Write + Send)) -> Result<()> {
+        start_threads()?;
         // Two runs of blocks wait while a third is made.
         let (sender, receiver) = sync_channel::<Vec<Vec<u8>>>(1);
         let written = &self.num_written_bytes;
-        std::thread::scope(|scope| {
+        scope(|scope| {
             let head = self.head();
-            let writer = scope.spawn(move || -> std::io::Result<()> {
+            let writer = Builder::new().spawn_scoped(scope, move || -> std::io::Result<()> {
                 let mut write = |bytes: &[u8]| {
                     written.fetch_add(bytes.len() as u64, Ordering::Relaxed);
                     out.write_all(bytes)
@@ -87,7 +89,7 @@ impl GgufFile {
                 let mut blocks = receiver.into_iter().flatten();
                 blocks.try_for_each(|bytes| write(&bytes))?;
                 out.flush()
-            });
+            })?;
             let num_threads = rayon::current_num_threads();
             let blocks: Vec<Block<'_>> = self.blocks(num_threads).collect();
             let mut made = Ok(());

@@ -11,6 +11,7 @@ use nix::sys::socket::{Backlog, listen as listen_again};
 
 use super::HANDSHAKE;
 use crate::control::spawn;
+use crate::limits::at_limit;
 
 /// How many there may be beyond the world size.
 const SPARE: usize = 256;
@@ -49,6 +50,7 @@ impl Strangers {
         let strangers = Arc::new(Self::new(world_size));
         let (meet, receive) = (Arc::new(meet), Arc::new(receive));
         spawn("control-accept", move || {
+            let mut is_said = false;
             for (number, stream) in (0..).zip(listener.incoming()) {
                 if is_closed.load(Ordering::Acquire) {
                     return;
@@ -68,12 +70,15 @@ impl Strangers {
                         }
                     })
                 });
-                if let Err(error) = served {
-                    strangers.remove(number);
-                    tracing::warn!("no thread or file for a connection: {error}");
-                    // It passes or it does not, but it is no reason to spin.
-                    std::thread::sleep(Duration::from_millis(100));
+                let Err(error) = served else { continue };
+                strangers.remove(number);
+                if !is_said {
+                    let error = at_limit(&error);
+                    tracing::warn!("a rank or launcher that calls gets no answer: {error}");
+                    is_said = true;
                 }
+                // It passes or it does not, but it is no reason to spin.
+                std::thread::sleep(Duration::from_millis(100));
             }
         })?;
         Ok(serving)

@@ -16,7 +16,9 @@ use crate::launcher::end::End;
 use crate::launcher::host_plan::HostPlan;
 use crate::launcher::program::{own_program, pid_of};
 use crate::launcher::rank_variables::FOREIGN;
+use crate::launcher::thread;
 use crate::launcher::wire::{self, Report, Stream};
+use crate::limits::at_limit;
 use crate::{Error, Result};
 
 /// A rank that ended is reported when its output is through, or after this long: a process it left behind may hold it open.
@@ -58,9 +60,10 @@ impl Rank {
         for name in FOREIGN.iter().filter(|_| !plan.through_mpi) {
             command.env_remove(name);
         }
-        let mut child = command
-            .spawn()
-            .map_err(|error| Error::Launch(format!("cannot start rank {number}: {error}")))?;
+        let mut child = command.spawn().map_err(|error| {
+            let error = at_limit(&error);
+            Error::Launch(format!("cannot start rank {number}: {error}"))
+        })?;
         let (out, err) = (child.stdout.take(), child.stderr.take());
         let out = out.map(|pipe| pass_on(pipe, number, Stream::Out));
         let err = err.map(|pipe| pass_on(pipe, number, Stream::Err));
@@ -99,7 +102,7 @@ impl Rank {
 
 /// Sends what a rank writes to the front.
 fn pass_on(mut pipe: impl Read + Send + 'static, rank: usize, stream: Stream) -> JoinHandle<()> {
-    std::thread::spawn(move || {
+    thread::start(move || {
         let mut buffer = vec![0; MAX_OUTPUT];
         while let Ok(num_bytes @ 1..) = pipe.read(&mut buffer) {
             let report = Report::Output { rank, stream };
@@ -121,5 +124,5 @@ pub fn become_rank(agent_pid: i32, program: &OsString, args: &[OsString]) -> Str
         return "the agent that started this rank is gone".to_string();
     }
     let error = Command::new(program).args(args).exec();
-    format!("cannot run {}: {error}", program.display())
+    format!("cannot run {}: {}", program.display(), at_limit(&error))
 }

@@ -16,6 +16,7 @@ use super::process::Process;
 use super::verdict::{HostLoss, RankEnd};
 use super::{Event, say};
 use crate::launcher::host_plan::HostPlan;
+use crate::launcher::thread;
 use crate::launcher::wire::{self, Command, GREETING, Report};
 use crate::{Error, Result};
 
@@ -89,9 +90,9 @@ impl AgentLink {
             waiting_since,
         };
         let input = stream.clone();
-        std::thread::spawn(move || reader.run(&*input, process));
+        thread::start(move || reader.run(&*input, process));
         // Another thread, since a cut line may block.
-        std::thread::spawn(move || {
+        thread::start(move || {
             wire::write_posts(&*stream, &to_send, &Command::Alive);
             let _ = stream.shutdown(Shutdown::Write);
         });

@@ -12,6 +12,7 @@ use crate::control::server::HANDSHAKE;
 use crate::control::server::strangers::Strangers;
 use crate::launcher::call::{self, Call, Caller, Order};
 use crate::launcher::host::Host;
+use crate::launcher::thread;
 use crate::{Error, Result, Secret};
 
 /// A port of any service, to ask for a route: nothing is sent.
@@ -141,7 +142,7 @@ impl Door {
         Order::Run(command).send(&shell)?;
         let shell = shell.stream;
         let (from_shell, to_caller) = (shell.try_clone()?, caller.try_clone()?);
-        let back = std::thread::spawn(move || pass(&from_shell, &to_caller));
+        let back = thread::start(move || pass(&from_shell, &to_caller));
         pass(caller, &shell);
         let _ = back.join();
         Ok(())

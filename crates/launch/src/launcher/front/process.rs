@@ -10,7 +10,9 @@ use nix::unistd::Pid;
 
 use super::labelled_output::LabelledOutput;
 use crate::launcher::program::pid_of;
+use crate::launcher::thread;
 use crate::launcher::wire::Stream;
+use crate::limits::at_limit;
 use crate::{Error, Result};
 
 /// How long what such a process says may stay open after its end.
@@ -29,7 +31,7 @@ impl Process {
         let started = command.stderr(Stdio::piped()).process_group(0).spawn();
         let mut child = started.map_err(|error| {
             let program = command.get_program();
-            Error::Launch(format!("cannot run {program:?}: {error}"))
+            Error::Launch(format!("cannot run {program:?}: {}", at_limit(&error)))
         })?;
         let out = child.stdout.take().map(|pipe| show_notices(pipe, label));
         let err = child.stderr.take().map(|pipe| show_notices(pipe, label));
@@ -62,7 +64,7 @@ impl Process {
 
 fn show_notices(mut from: impl Read + Send + 'static, label: &str) -> JoinHandle<Vec<String>> {
     let mut notices = LabelledOutput::new(label.to_string(), Stream::Err, None);
-    std::thread::spawn(move || {
+    thread::start(move || {
         let mut buffer = [0; 4096];
         while let Ok(num_bytes @ 1..) = from.read(&mut buffer) {
             let _ = notices.write(&buffer[..num_bytes]);
