@@ -1,5 +1,6 @@
 //! What a program prints, and how it ends.
 
+use std::borrow::Cow;
 use std::io::{stderr, stdout};
 use std::process::ExitCode;
 use std::sync::OnceLock;
@@ -94,8 +95,9 @@ pub fn print_message(message: &str) {
     print_note(&format!("error: {message}"));
 }
 
-/// Prints a line on stderr. That it cannot be written ends nothing.
+/// Prints a line on stderr, without the middle of [long words](without_long_words). That it cannot be written ends nothing.
 pub fn print_note(line: &str) {
+    let line = without_long_words(line);
     let _ = write_whole(&mut stderr().lock(), format!("{line}\n").as_bytes());
 }
 
@@ -118,6 +120,28 @@ pub fn in_words(err: &Error) -> String {
     sentence(&message_of(err))
 }
 
+/// A word has so many letters before its middle is left out: names of tensors, files and fields are a stranger's and may have any length.
+const LONG_WORD: usize = 1000;
+
+/// A text in which words of more than a thousand letters have their beginning and end only.
+fn without_long_words(text: &str) -> Cow<'_, str> {
+    if text.len() <= LONG_WORD {
+        return text.into();
+    }
+    let words = text.split_inclusive(char::is_whitespace);
+    let words = words.map(|word| {
+        let num_letters = word.trim_end().chars().count();
+        if num_letters <= LONG_WORD {
+            return word.to_string();
+        }
+        let head: String = word.chars().take(LONG_WORD / 3).collect();
+        // With the white space behind it.
+        let tail: String = word.chars().skip(num_letters - LONG_WORD / 3).collect();
+        format!("{head}..({num_letters} letters)..{tail}")
+    });
+    words.collect()
+}
+
 /// What candle writes as one line for each context of an error, outermost first, becomes one line. Hints and indented
 /// details stay below it.
 fn sentence(message: &str) -> String {
@@ -135,5 +159,24 @@ fn sentence(message: &str) -> String {
     if let Some(hint) = hint_of_files(&sentence) {
         sentence = format!("{sentence}\n{hint}");
     }
-    sentence
+    without_long_words(&sentence).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_words_lose_their_middle() {
+        let name = "ä".repeat(100_000);
+        let said = in_words(&Error::msg(format!(
+            "there is no tensor {name:?}\nhint: look for it"
+        )));
+        assert!(said.len() < 2000, "{}", said.len());
+        assert!(said.starts_with("there is no tensor \"ä"));
+        assert!(said.contains("..(100002 letters).."));
+        assert!(said.contains("\nhint: look for it"));
+        let path = "/folder".repeat(100);
+        assert_eq!(in_words(&Error::msg(&path)).lines().next(), Some(&*path));
+    }
 }

@@ -28,8 +28,13 @@ impl MeetingPoint {
     pub(super) fn read(vars: &Variables, identity: &Identity) -> Result<Self> {
         let job = job_name(vars, identity.started_by);
         let given = given_secret(vars)?;
-        let address = address(vars, identity)?;
-        let port = port(vars, job.as_deref())?;
+        // A process that is alone meets nobody, so what others have set for themselves may be anything: Kubernetes sets the port of a service
+        // called "master" to a URL.
+        let is_alone = identity.world_size == 1;
+        let address =
+            address(vars, identity).or_else(|error| is_alone.then_some(None).ok_or(error))?;
+        let port = port(vars, job.as_deref());
+        let port = port.or_else(|error| is_alone.then_some(None).ok_or(error))?;
         let is_guessable = given.is_none();
         // Without a job's number two runs differ at least in where they meet.
         let secret = match (given.or(job.map(Secret::from)), &address, port) {
@@ -51,7 +56,7 @@ impl MeetingPoint {
 /// # Errors
 /// It is empty; its file cannot be read, or others can read it too.
 pub(super) fn given_secret(vars: &Variables) -> Result<Option<Secret>> {
-    let (variable, secret) = match (vars.get(SECRET), vars.get(SECRET_FILE)) {
+    let (variable, secret) = match (vars.even_empty(SECRET), vars.even_empty(SECRET_FILE)) {
         (Some(secret), _) => (SECRET.to_string(), secret),
         (None, Some(path)) => (format!("{SECRET_FILE}={path}"), read_secret(&path)?),
         (None, None) => return Ok(None),
@@ -105,11 +110,6 @@ fn job_name(vars: &Variables, started_by: StartedBy) -> Option<String> {
 
 fn address(vars: &Variables, identity: &Identity) -> Result<Option<String>> {
     if let Some(address) = vars.get("MASTER_ADDR") {
-        if address.trim().is_empty() {
-            return Err(Error::Environment(
-                "MASTER_ADDR: expected a host name or an address, got nothing".to_string(),
-            ));
-        }
         return Ok(Some(address));
     }
     if identity.local_world_size == identity.world_size {

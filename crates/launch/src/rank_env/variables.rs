@@ -11,7 +11,14 @@ pub(super) type Named<'n> = (&'n str, usize);
 pub(super) struct Variables<'a>(pub(super) &'a dyn Fn(&str) -> Option<String>);
 
 impl Variables<'_> {
+    /// The value of a variable that is set, to something.
     pub(super) fn get(&self, name: &str) -> Option<String> {
+        self.even_empty(name)
+            .filter(|value| !value.trim().is_empty())
+    }
+
+    /// The value of a variable that is set, to nothing too.
+    pub(super) fn even_empty(&self, name: &str) -> Option<String> {
         (self.0)(name)
     }
 

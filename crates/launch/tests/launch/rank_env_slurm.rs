@@ -56,7 +56,7 @@ fn node_lists() {
         let env = read(&step(&[("SLURM_JOB_NODELIST", list)])).unwrap();
         assert_eq!(env.master().unwrap().0, first, "{list}");
     }
-    for list in ["", ",a", "a[", "a]", "a[1-", "a[-1]", "a[]", "a[x-2]"] {
+    for list in [",a", "a[", "a]", "a[1-", "a[-1]", "a[]", "a[x-2]"] {
         let sentence = error(&step(&[("SLURM_JOB_NODELIST", list)]));
         assert!(
             sentence.starts_with("SLURM_JOB_NODELIST: expected names like"),
@@ -80,7 +80,7 @@ fn tasks_per_node() {
         sentence.contains("has 3 nodes, but SLURM_NODEID says this is node 3"),
         "{sentence}"
     );
-    for list in ["", "x", "2(x", "2(x2", "2(y2)", "2(x2),"] {
+    for list in ["x", "2(x", "2(x2", "2(y2)", "2(x2),"] {
         let sentence = error(&step(&[
             ("SLURM_STEP_TASKS_PER_NODE", list),
             ("SLURM_NODEID", "9"),

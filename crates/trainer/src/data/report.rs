@@ -1,6 +1,7 @@
 //! What was found in a data set.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
@@ -141,13 +142,18 @@ impl DataReport {
     pub fn warnings(&self, data: &Data) -> Vec<String> {
         let mut lines = data.choices().to_vec();
         if !data.skipped().is_empty() {
-            let names: Vec<String> = data
-                .skipped()
-                .iter()
-                .map(|path| path.display().to_string())
-                .collect();
+            let name = |path: &PathBuf| {
+                let is_dangling = path.is_symlink() && !path.exists();
+                let what = if is_dangling {
+                    " (a link to nothing)"
+                } else {
+                    ""
+                };
+                format!("{}{what}", path.display())
+            };
+            let names: Vec<String> = data.skipped().iter().map(name).collect();
             lines.push(format!(
-                "skipped {} hidden or of other endings than {ENDINGS}: {}",
+                "skipped {} hidden, missing or of other endings than {ENDINGS}: {}",
                 counted(names.len(), "file"),
                 few(&names)
             ));

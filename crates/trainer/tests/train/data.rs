@@ -4,8 +4,8 @@ use std::time::{Duration, SystemTime};
 
 use candle_trainer::hub::DataUse;
 use candle_trainer::{
-    Data, DataSpec, EncoderConfig, RecordEncoder, SampleConfig, Samples, TokenCache, Tokenizer,
-    Tokens,
+    Data, DataReport, DataSpec, EncoderConfig, RecordEncoder, SampleConfig, Samples, TokenCache,
+    Tokenizer, Tokens,
 };
 
 use crate::assert_error;
@@ -164,7 +164,11 @@ fn what_is_no_file_is_called_what_it_is() {
     fs::remove_file(dir.join("f.csv")).unwrap();
     // Among others they are skipped, and told.
     let skipped = ["a.jsonl", "b.txt", "c.txt", "d.txt"].map(|name| dir.join(name));
-    assert_eq!(found(dir).skipped(), skipped);
+    let data = found(dir);
+    assert_eq!(data.skipped(), skipped);
+    let told = DataReport::default().warnings(&data).remove(0);
+    assert!(told.contains("c.txt (a link to nothing)"), "{told}");
+    assert!(!told.contains("a.jsonl (a link"), "{told}");
     assert_eq!(texts(dir, &["."]).unwrap(), ["text"]);
 }
 
