@@ -168,7 +168,7 @@ impl<'a, T> SharedBuffer<'a, T> {
         change: impl FnOnce(&mut [T]),
     ) {
         assert!(
-            start + len <= self.len,
+            start <= self.len && len <= self.len - start,
             "row of {len} elements at {start} in a buffer of {}",
             self.len
         );

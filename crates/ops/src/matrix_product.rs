@@ -30,8 +30,8 @@ fn in_f32<T: Element>(values: &[T]) -> Cow<'_, [f32]> {
 /// A pointer to rows of which each thread uses its own.
 struct SendPtr<T>(*mut T);
 
-// SAFETY: it is only a number; whoever uses it vouches for that.
-unsafe impl<T> Sync for SendPtr<T> {}
+// SAFETY: threads write values that may go to other threads, each to rows of its own, as whoever uses it vouches for.
+unsafe impl<T: Send> Sync for SendPtr<T> {}
 
 impl<T> SendPtr<T> {
     fn get(&self) -> *mut T {

@@ -4,7 +4,10 @@
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::Cell;
+use std::fs::File;
 use std::io::Write;
+use std::mem::ManuallyDrop;
+use std::os::fd::FromRawFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -58,16 +61,25 @@ pub(crate) fn measure_activations_by(bytes: fn() -> i64) {
     }
 }
 
-/// Says once that there is no memory, before whoever asked for it ends the process, as nearly all do. Nothing is allocated for it.
+/// Says once that there is no memory, before whoever asked for it ends the process, as nearly all do. Nothing is allocated for it, and the lock
+/// of stderr is not taken: who waits for memory may hold it.
 fn refused(size: usize) {
     static IS_TOLD: AtomicBool = AtomicBool::new(false);
     if !IS_TOLD.swap(true, Ordering::Relaxed) {
-        // There is nobody else to tell.
+        let mut line = [0; 1024];
+        let mut rest = &mut line[..];
+        // It fits.
         let _ = writeln!(
-            std::io::stderr(),
+            rest,
             "error: there is no memory for {size} bytes, beside {} that are held\n{LESS_MEMORY_HINT}",
             LIVE.load(Ordering::Relaxed)
         );
+        let num_left = rest.len();
+        let num_bytes = line.len() - num_left;
+        // SAFETY: the file is never dropped, so its descriptor stays open for others.
+        let mut stderr = ManuallyDrop::new(unsafe { File::from_raw_fd(2) });
+        // There is nobody else to tell.
+        let _ = stderr.write_all(&line[..num_bytes]);
     }
 }
 
