@@ -6,6 +6,7 @@ mod error;
 mod fingerprint;
 mod interrupts;
 pub mod launcher;
+mod own_file;
 mod rank_env;
 mod secret;
 mod signal_pipe;
@@ -24,6 +25,7 @@ pub use launcher::{
     CANNOT_GO_ON_EXIT_CODE, NEEDS_MPI_EXIT_CODE, NOT_SAVED_EXIT_CODE, PEER_FAILED_EXIT_CODE,
     WOULD_FAIL_AGAIN_EXIT_CODE,
 };
+pub use own_file::open_own_file;
 pub use rank_env::{RankEnv, StartedBy};
 pub use secret::Secret;
 pub use spoken_wait::{SpokenWait, WaitNotices};

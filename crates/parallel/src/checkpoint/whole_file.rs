@@ -23,6 +23,20 @@ impl WholeFile {
     pub fn create(place: &Path) -> Result<Self> {
         // Not the link to it is replaced.
         let place = place.canonicalize().unwrap_or_else(|_| place.to_path_buf());
+        Self::beside(place)
+    }
+
+    /// Writes a file of this content in place of what is there; of a link the link itself is replaced.
+    ///
+    /// # Errors
+    /// As [`Self::create`]; what was in the place is still there then.
+    pub fn replace(place: &Path, content: &[u8]) -> Result<()> {
+        let mut file = Self::beside(place.to_path_buf())?;
+        file.write_all(content)?;
+        file.commit()
+    }
+
+    fn beside(place: PathBuf) -> Result<Self> {
         if place.exists() && !place.is_file() {
             return Err(Error::new(ErrorKind::InvalidInput, "it is no file"));
         }
