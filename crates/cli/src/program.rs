@@ -6,7 +6,8 @@ use std::process::ExitCode;
 
 use candle_core::{Error, Result, bail};
 use candle_launch::launcher::{RendezvousAddress, become_rank, launch, reach, run_agent};
-use candle_launch::{NEEDS_MPI_EXIT_CODE, RankEnv};
+use candle_launch::{NEEDS_MPI_EXIT_CODE, RankEnv, before_ending};
+use candle_parallel::checkpoint::remove_leftovers;
 use candle_train_run::{
     Finetune, FromCheckpoint, FromScratch, Pretrain, Run, Start, exit_as_rank, exit_with,
     print_line, print_note, written,
@@ -180,6 +181,15 @@ pub fn candle_train() -> ExitCode {
         _ => Vec::new(),
     };
     let (command, file) = parse_command(command(), beside, idle);
+    // Training does so by itself.
+    if let CandleTrain::Merge(_)
+    | CandleTrain::Export(_)
+    | CandleTrain::Plot(_)
+    | CandleTrain::Timeline(_)
+    | CandleTrain::Schedule(_) = command
+    {
+        before_ending(remove_leftovers);
+    }
     match command {
         CandleTrain::Finetune(training) => training.run(file),
         CandleTrain::Pretrain(training) => training.run(file),

@@ -52,7 +52,9 @@ mod cli {
         mod restart;
         mod signals;
     }
+    mod large;
     mod layout;
+    mod leftovers;
     mod llama_cpp;
     mod lora;
     mod memory;

@@ -104,7 +104,7 @@ fn is_held_by_another(file: &mut File, path: &Path) -> Error {
 }
 
 /// Whether this file has this name, still.
-fn is_at(file: &File, path: &Path) -> bool {
+pub(super) fn is_at(file: &File, path: &Path) -> bool {
     let named = std::fs::symlink_metadata(path);
     let is_same =
         |named: Metadata, own: Metadata| (own.dev(), own.ino()) == (named.dev(), named.ino());

@@ -30,7 +30,7 @@ pub use folder_lock::FolderLock;
 pub use free_space::{SpaceNeed, check_free_space, size_in_words};
 pub use gather::gather_full;
 pub use hf_save::HfSave;
-pub use leftovers::remove_leftovers;
+pub use leftovers::{Leftover, remove_leftovers};
 pub use merge::merge_adapter;
 pub use model_folder::sidecar_files;
 pub use output_folder::{ClaimedFolder, OutputFolder, check_folder_of, check_writable};
