@@ -8,6 +8,7 @@ mod cli {
     mod config_file;
     mod contexts;
     mod conversations;
+    mod cut_files;
     mod data;
     mod date;
     mod disk_full;

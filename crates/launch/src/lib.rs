@@ -16,7 +16,7 @@ mod whole_output;
 
 pub use control::{
     Control, ControlConfig, Failure, FailureKind, Operation, RankGroup, Ticket, Verdict,
-    end_process, print_aside,
+    end_process, print_aside, print_in_time,
 };
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;

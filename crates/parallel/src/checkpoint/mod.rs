@@ -21,8 +21,8 @@ mod training;
 mod whole_file;
 
 pub use crate::files::{
-    Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE, check_file, open_file, read_file,
-    read_text_file,
+    Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE, check_file, end_when_a_file_is_cut,
+    open_file, read_file, read_text_file,
 };
 pub use candle_launch::open_own_file;
 pub use config_dtype::with_config_dtype;
