@@ -6,7 +6,8 @@ use std::process::ExitCode;
 
 use candle_core::{Error, Result, bail};
 use candle_launch::launcher::{RendezvousAddress, become_rank, launch, reach, run_agent};
-use candle_launch::{NEEDS_MPI_EXIT_CODE, RankEnv, ignore_file_size_signal};
+use candle_launch::{NEEDS_MPI_EXIT_CODE, RankEnv, before_ending, ignore_file_size_signal};
+use candle_parallel::checkpoint::{end_when_a_file_is_cut, remove_leftovers};
 use candle_train_run::{
     Finetune, FromCheckpoint, FromScratch, Pretrain, Run, Start, exit_as_rank, exit_with,
     print_line, print_note, written,
@@ -181,6 +182,16 @@ pub fn candle_train() -> ExitCode {
         _ => Vec::new(),
     };
     let (command, file) = parse_command(command(), beside, idle);
+    end_when_a_file_is_cut();
+    // Training does so by itself.
+    if let CandleTrain::Merge(_)
+    | CandleTrain::Export(_)
+    | CandleTrain::Plot(_)
+    | CandleTrain::Timeline(_)
+    | CandleTrain::Schedule(_) = command
+    {
+        before_ending(remove_leftovers);
+    }
     match command {
         CandleTrain::Finetune(training) => training.run(file),
         CandleTrain::Pretrain(training) => training.run(file),
@@ -246,6 +257,7 @@ pub fn run_with_flags<S: Start>(name: &'static str, run: &Run<S>) -> ExitCode {
         defaults: with_own(&all),
         defaults_of_any_model: with_own(&of_data),
     };
+    end_when_a_file_is_cut();
     let idle = |training: &Training<S>| training.run.idle();
     let (training, file) = parse_command(command, beside, idle);
     training.run(file)

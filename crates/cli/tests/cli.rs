@@ -8,6 +8,7 @@ mod cli {
     mod config_file;
     mod contexts;
     mod conversations;
+    mod cut_files;
     mod data;
     mod date;
     mod disk_full;
@@ -52,8 +53,10 @@ mod cli {
         mod restart;
         mod signals;
     }
+    mod large;
     mod layout;
     mod limits;
+    mod leftovers;
     mod llama_cpp;
     mod lora;
     mod memory;

@@ -26,8 +26,7 @@ use std::thread::Builder;
 use std::time::Duration;
 
 pub use config::ControlConfig;
-pub(crate) use failure::print_in_time;
-pub use failure::{Failure, FailureKind, end_process, print_aside};
+pub use failure::{Failure, FailureKind, end_process, print_aside, print_in_time};
 pub use message::Verdict;
 pub use operation::{Operation, RankGroup, Ticket};
 

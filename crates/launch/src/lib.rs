@@ -7,6 +7,7 @@ mod fingerprint;
 mod interrupts;
 pub mod launcher;
 mod limits;
+mod own_file;
 mod rank_env;
 mod secret;
 mod signal_pipe;
@@ -16,7 +17,7 @@ mod whole_output;
 
 pub use control::{
     Control, ControlConfig, Failure, FailureKind, Operation, RankGroup, Ticket, Verdict,
-    end_process, print_aside,
+    end_process, print_aside, print_in_time,
 };
 pub use error::{Error, Result};
 pub use fingerprint::Fingerprint;
@@ -26,6 +27,7 @@ pub use launcher::{
     WOULD_FAIL_AGAIN_EXIT_CODE,
 };
 pub use limits::{THREADS_HINT, at_limit, hint_of_files};
+pub use own_file::open_own_file;
 pub use rank_env::{RankEnv, StartedBy};
 pub use secret::Secret;
 pub use signal_pipe::ignore_file_size_signal;

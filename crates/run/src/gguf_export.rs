@@ -10,7 +10,7 @@ use candle_comm::message_of;
 use candle_core::{DType, Error, Result, bail};
 use candle_parallel::Adapter;
 use candle_parallel::checkpoint::{
-    HfSave, SpaceNeed, TrainingCheckpoint, check_free_space, size_in_words,
+    HfSave, Leftover, SpaceNeed, TrainingCheckpoint, check_free_space, size_in_words,
 };
 use candle_parallel::gguf::{
     CheckpointWeights, GgmlDType, GgufContent, GgufFile, GgufMetadata, GgufReader, GgufTensor,
@@ -218,7 +218,12 @@ impl GgufExport {
         checkpoint: &TrainingCheckpoint,
         model: Option<&Path>,
     ) -> Result<Vec<String>> {
-        let files = TempDir::new().map_err(Error::wrap)?;
+        let make = || {
+            let files = TempDir::new()?;
+            let path = files.path().to_path_buf();
+            Ok((files, path))
+        };
+        let (files, _leftover) = Leftover::with_content(make).map_err(Error::wrap)?;
         if checkpoint.manifest().lora.is_some() {
             let Some(model) = model else {
                 bail!(

@@ -103,7 +103,7 @@ pub struct Stop {
     /// Whether signals to the process are about this run.
     hears_signals: bool,
     /// Once there are steps; the signals, if it hears them.
-    signals: Arc<OnceLock<Option<&'static StopSignals>>>,
+    signals: OnceLock<Option<&'static StopSignals>>,
     position: Arc<Position>,
 }
 
@@ -114,7 +114,7 @@ impl Stop {
             start: Instant::now(),
             max_secs,
             hears_signals: false,
-            signals: Arc::default(),
+            signals: OnceLock::new(),
             position: Arc::default(),
         }
     }
@@ -132,17 +132,11 @@ impl Stop {
         self.hears_signals
     }
 
-    /// A signal that ends the process before there are steps leaves none of the files and folders that it has made to keep others out.
+    /// A signal that ends the process at once leaves none of the locks that it has made, and nothing that is not whole.
     pub fn cleans_up(&self) {
-        if !self.hears_signals {
-            return;
+        if self.hears_signals {
+            before_ending(remove_leftovers);
         }
-        let signals = self.signals.clone();
-        before_ending(move || {
-            if signals.get().is_none() {
-                remove_leftovers();
-            }
-        });
     }
 
     /// This process tells at a signal what becomes of the run, of so many steps, whose checkpoints are in `save_dir`.

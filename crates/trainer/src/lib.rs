@@ -53,10 +53,10 @@ mod train_config;
 mod trainer;
 mod training_data;
 mod training_record;
-mod whole_file;
 
 pub use activity::Activity;
 pub use batches::{BatchConfig, BatchRamp, Batches};
+pub use candle_parallel::checkpoint::WholeFile;
 pub use chat::{Chat, ChatTemplate, Rendered, TemplateFit, TemplateKwargs};
 pub use checkpoints::Checkpoints;
 pub use counted::counted;
@@ -91,4 +91,3 @@ pub use train_config::TrainConfig;
 pub use trainer::{TrainEvent, Trainer};
 pub use training_data::{Filling, TrainingData};
 pub use training_record::{DataPosition, TrainingRecord};
-pub use whole_file::WholeFile;

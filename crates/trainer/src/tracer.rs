@@ -15,8 +15,8 @@ use candle_core::{DType, Error, Result, Tensor, bail};
 use candle_parallel::checkpoint::check_folder_of;
 use serde::{Deserialize, Serialize};
 
+use crate::WholeFile;
 use crate::counted::counted;
-use crate::whole_file::WholeFile;
 use clock::Clock;
 
 /// Spans of all ranks together, at most: the file has at most about 300 MB.

@@ -1,11 +1,10 @@
 //! A new tokenizer from text: byte-level BPE (arXiv:1508.07909 on bytes) with the special tokens of Llama 3.
 
 use std::collections::HashSet;
-use std::fs::{self, File};
-use std::io::Write;
 use std::path::Path;
 
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, bail};
+use candle_parallel::checkpoint::WholeFile;
 use serde_json::json;
 use tokenizers::AddedToken;
 use tokenizers::models::TrainerWrapper;
@@ -88,7 +87,11 @@ impl Tokenizer {
     /// A file cannot be written.
     pub fn save(&self, dir: impl AsRef<Path>) -> Result<()> {
         let mut files = self.files()?.into_iter();
-        files.try_for_each(|(name, content)| replace(&dir.as_ref().join(name), &content))
+        files.try_for_each(|(name, content)| {
+            let path = dir.as_ref().join(name);
+            let written = WholeFile::replace(&path, &content);
+            written.map_err(|err| Error::msg(format!("cannot write {path:?}: {err}")))
+        })
     }
 
     /// The files of [`Self::save`]: names and contents.
@@ -112,24 +115,5 @@ impl Tokenizer {
         ];
         let files = files.map(|(name, text)| (name.to_string(), text.into_bytes()));
         Ok(files.into())
-    }
-}
-
-/// Writes beside `path` and renames, so that a full disk leaves no half file behind.
-fn replace(path: &Path, content: &[u8]) -> Result<()> {
-    let partial = path.with_extension("json.partial");
-    let write = || -> std::io::Result<()> {
-        let mut file = File::create(&partial)?;
-        file.write_all(content)?;
-        file.sync_all()?;
-        fs::rename(&partial, path)
-    };
-    match write() {
-        Ok(()) => Ok(()),
-        Err(e) => {
-            // What is left of the attempt is worth less than the error that caused it.
-            let _ = fs::remove_file(&partial);
-            bail!("cannot write {path:?}: {e}")
-        }
     }
 }

@@ -1,6 +1,7 @@
 //! Places that cannot be written to, and output folders that hold something already.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::time::Instant;
 
@@ -339,5 +340,35 @@ fn a_kill_at_any_moment_leaves_the_old_model_or_the_new_one() {
         let left = model_files(&workspace.output());
         assert!(left == old || left == new, "turn {turn}: {:?}", left.keys());
         assert_eq!(names(&workspace.path("")), ["model", "output", "text.txt"]);
+    }
+}
+
+/// Somebody else who may write to the folder has put links there that lead to another's file.
+#[test]
+fn a_link_in_the_place_of_a_lock_is_refused() {
+    let workspace = Workspace::new();
+    let thesis = workspace.path("thesis");
+    fs::write(&thesis, "years of work").unwrap();
+    let program = workspace
+        .finetune()
+        .flag("--save-dir", workspace.path("saves").display())
+        .flag("--save-every", 1)
+        .flag("--tensorboard", workspace.path("curves").display());
+    let program = ["--tp", "--pp", "--dp"]
+        .into_iter()
+        .fold(program, |it, flag| it.flag(flag, 1));
+    fs::create_dir(workspace.path("saves")).unwrap();
+    for lock in [".output.lock", "saves/.lock", "curves/.tensorboard.lock"] {
+        let lock = workspace.path(lock);
+        fs::create_dir_all(lock.parent().unwrap()).unwrap();
+        symlink(&thesis, &lock).unwrap();
+        let said = [
+            &*lock.display().to_string(),
+            "is a link to",
+            "hint: nothing was written to it",
+        ];
+        workspace.refuses(&program, &said);
+        assert_eq!(fs::read_to_string(&thesis).unwrap(), "years of work");
+        fs::remove_file(&lock).unwrap();
     }
 }

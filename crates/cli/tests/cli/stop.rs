@@ -122,6 +122,7 @@ fn a_second_signal_ends_the_run_at_once_and_saves_nothing() {
         )
         .flag("--global-batch-size", 20_000)
         .flag("--seq-len", 64);
+    let before = names(&workspace.path(""));
     let (mut begun, mut first, mut sent) = (None, None, 0);
     let outcome = program.run_and_pid(|_, pid| {
         if begun.is_none() && defers_signals(pid) {
@@ -155,6 +156,8 @@ fn a_second_signal_ends_the_run_at_once_and_saves_nothing() {
         outcome.stderr
     );
     workspace.assert_output_is_untouched();
+    // Nor its lock.
+    assert_eq!(names(&workspace.path("")), before);
 }
 
 #[test]

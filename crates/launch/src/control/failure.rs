@@ -91,7 +91,7 @@ pub fn end_process(text: String, exit_code: u8) -> ! {
 }
 
 /// Prints `text` on standard error, and waits a second at most for who reads it.
-pub(crate) fn print_in_time(text: String) {
+pub fn print_in_time(text: String) {
     let (printed, is_printed) = mpsc::channel();
     print(text, move || drop(printed));
     // Either it is dropped, or it takes too long.

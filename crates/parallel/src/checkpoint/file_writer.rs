@@ -113,7 +113,7 @@ impl FileWriter {
     }
 
     fn write_bytes(&mut self, bytes: &[u8]) -> std::result::Result<(), SaveFailure> {
-        let written = self.out.write(bytes);
+        let written = self.out.write_mapped(bytes);
         written.map_err(|err| SaveFailure::at(&self.path, err))
     }
 

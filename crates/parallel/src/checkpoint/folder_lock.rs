@@ -1,9 +1,11 @@
 //! One writer at a time, by a lock that the death of its process releases.
 
-use std::fs::{File, TryLockError};
+use std::fs::{File, Metadata, TryLockError};
 use std::io::{Error, Read, Result, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+
+use candle_launch::open_own_file;
 
 use super::leftovers::Leftover;
 use super::staged_folder::beside;
@@ -51,11 +53,13 @@ impl FolderLock {
     }
 
     fn check_unlocked(path: &Path) -> Result<()> {
-        match File::open(path) {
+        match open_own_file(path, File::options().read(true)) {
             Ok(mut file) => match file.try_lock_shared() {
                 Err(TryLockError::WouldBlock) => Err(is_held_by_another(&mut file, path)),
                 _ => Ok(()),
             },
+            // Those of the file system may be nobody's business: a lock that is not there, or of another user.
+            Err(err) if err.raw_os_error().is_none() => Err(err),
             Err(_) => Ok(()),
         }
     }
@@ -75,12 +79,8 @@ impl FolderLock {
 fn locked(path: &Path) -> Result<File> {
     loop {
         let mut options = File::options();
-        let mut file = options
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(path)?;
+        let options = options.read(true).write(true).create(true);
+        let mut file = open_own_file(path, options.truncate(false))?;
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             return Err(is_held_by_another(&mut file, path));
         }
@@ -104,9 +104,11 @@ fn is_held_by_another(file: &mut File, path: &Path) -> Error {
 }
 
 /// Whether this file has this name, still.
-fn is_at(file: &File, path: &Path) -> bool {
-    let named = std::fs::metadata(path);
-    named.is_ok_and(|named| file.metadata().is_ok_and(|own| own.ino() == named.ino()))
+pub(super) fn is_at(file: &File, path: &Path) -> bool {
+    let named = std::fs::symlink_metadata(path);
+    let is_same =
+        |named: Metadata, own: Metadata| (own.dev(), own.ino()) == (named.dev(), named.ino());
+    named.is_ok_and(|named| file.metadata().is_ok_and(|own| is_same(named, own)))
 }
 
 impl Drop for FolderLock {

@@ -1,48 +1,89 @@
-//! What a run has made that goes again with it: for a run that is ended in the middle, before it has written anything.
+//! What this process has made that goes again with it: for one that is ended in the middle.
 
-use std::fs::{remove_dir, remove_file};
+use std::fs::{remove_dir, remove_dir_all, remove_file};
 use std::io::Result;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Those of this process, the newest last.
-static LEFTOVERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+static LEFTOVERS: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
 
-/// The file of a lock, or a folder that goes again if it is empty, as long as it is there.
+#[derive(Clone, Debug, PartialEq)]
+struct Entry {
+    path: PathBuf,
+    /// Whether a folder goes with what is in it.
+    with_content: bool,
+}
+
+/// A file or folder that goes again when the process is ended, as long as this is there.
 #[derive(Debug)]
-pub(super) struct Leftover(PathBuf);
+pub struct Leftover(Entry);
 
 impl Leftover {
-    /// What `make` makes at `path`: a process that is ended meanwhile has made it or not.
-    pub fn make<T>(path: PathBuf, make: impl FnOnce(&Path) -> Result<T>) -> Result<(T, Self)> {
+    /// What `make` makes at `path`, a file or a folder that goes only if it is empty: a process that is ended meanwhile has made it or not.
+    pub(super) fn make<T>(
+        path: PathBuf,
+        make: impl FnOnce(&Path) -> Result<T>,
+    ) -> Result<(T, Self)> {
         let mut all = leftovers();
         let made = make(&path)?;
-        all.push(path.clone());
-        Ok((made, Self(path)))
+        Ok((made, Self::add(&mut all, path, false)))
     }
 
-    pub fn path(&self) -> &Path {
-        &self.0
+    /// What `make` makes and says the path of, a file or a folder that goes with all that is in it.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub fn with_content<T>(make: impl FnOnce() -> Result<(T, PathBuf)>) -> Result<(T, Self)> {
+        let mut all = leftovers();
+        let (made, path) = make()?;
+        Ok((made, Self::add(&mut all, path, true)))
+    }
+
+    fn add(all: &mut Vec<Entry>, path: PathBuf, with_content: bool) -> Self {
+        let entry = Entry { path, with_content };
+        all.push(entry.clone());
+        Self(entry)
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.0.path
     }
 }
 
 impl Drop for Leftover {
     fn drop(&mut self) {
         let mut all = leftovers();
-        if let Some(index) = all.iter().position(|path| *path == self.0) {
+        if let Some(index) = all.iter().position(|entry| *entry == self.0) {
             all.remove(index);
         }
     }
 }
 
-/// Removes the files for locks and the empty folders that this process has made. It must end then: nothing keeps other runs out any more.
+/// Removes the locks, the empty folders and what is not whole yet that this process has made. It must end then: nothing keeps other runs out any
+/// more, and its threads wait for ever where they make more, or give what was removed its name.
 pub fn remove_leftovers() {
-    for path in leftovers().iter().rev() {
-        // What is not empty stays.
-        let _ = remove_file(path).or_else(|_| remove_dir(path));
+    let all = leftovers();
+    for Entry { path, with_content } in all.iter().rev() {
+        let removed = remove_file(path);
+        // What is not empty stays, and what cannot be removed.
+        let _ = removed.or_else(|_| {
+            if *with_content {
+                remove_dir_all(path)
+            } else {
+                remove_dir(path)
+            }
+        });
     }
+    std::mem::forget(all);
 }
 
-fn leftovers() -> MutexGuard<'static, Vec<PathBuf>> {
+/// Gives what was made its name, which a process that is ended meanwhile has done or not: never is half of it there.
+pub(super) fn named<T>(name: impl FnOnce() -> T) -> T {
+    let _all = leftovers();
+    name()
+}
+
+fn leftovers() -> MutexGuard<'static, Vec<Entry>> {
     LEFTOVERS.lock().unwrap_or_else(PoisonError::into_inner)
 }

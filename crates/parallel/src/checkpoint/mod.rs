@@ -18,17 +18,19 @@ mod save_failure;
 mod staged_folder;
 mod tensor_file;
 mod training;
+mod whole_file;
 
 pub use crate::files::{
-    Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE, check_file, open_file, read_file,
-    read_text_file,
+    Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE, check_file, end_when_a_file_is_cut,
+    open_file, read_file, read_text_file,
 };
+pub use candle_launch::open_own_file;
 pub use config_dtype::with_config_dtype;
 pub use folder_lock::FolderLock;
 pub use free_space::{SpaceNeed, check_free_space, size_in_words};
 pub use gather::gather_full;
 pub use hf_save::HfSave;
-pub use leftovers::remove_leftovers;
+pub use leftovers::{Leftover, remove_leftovers};
 pub use merge::merge_adapter;
 pub use model_folder::sidecar_files;
 pub use output_folder::{ClaimedFolder, OutputFolder, check_folder_of, check_writable};
@@ -38,3 +40,4 @@ pub use training::{
     CheckpointManifest, CheckpointNote, CheckpointSaver, FileRecord, ParamRecord, SaveOutcome,
     SavedLayout, SetAside, TrainingCheckpoint, checkpoints_in, set_aside_in,
 };
+pub use whole_file::WholeFile;

@@ -1,7 +1,8 @@
 //! A note in a model folder: which run has made it, and what it has made.
 
 use std::collections::BTreeMap;
-use std::io::Result;
+use std::fs::File;
+use std::io::{Result, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
@@ -43,7 +44,7 @@ impl RunFile {
     /// Notes what is in the folder.
     pub fn write(dir: &Path, run: &str, steps: Option<usize>) -> Result<()> {
         let text = serde_json::to_vec_pretty(&Self::of(dir, run, steps)?)?;
-        std::fs::write(dir.join(RUN_FILE), text)
+        File::create_new(dir.join(RUN_FILE))?.write_all(&text)
     }
 
     /// The note of a folder, if there is one.

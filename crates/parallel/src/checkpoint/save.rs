@@ -1,6 +1,7 @@
 //! Writes a Hugging Face checkpoint folder: whole beside its place, or not at all.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write;
 use std::path::{Component, Path};
 use std::sync::Arc;
 
@@ -201,7 +202,7 @@ pub(super) fn write_small(dir: &Path, name: &str, content: &[u8]) -> std::io::Re
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)?;
     }
-    fs::write(path, content)
+    File::create_new(path)?.write_all(content)
 }
 
 impl DistributedOptimizer {

@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::io::{Error, ErrorKind, Result};
 use std::path::{Path, PathBuf};
 
-use super::leftovers::Leftover;
+use super::leftovers::{Leftover, named};
 
 /// A folder that does not have its name yet; dropped before that, it is gone.
 #[derive(Debug)]
@@ -30,7 +30,8 @@ impl StagedFolder {
     pub fn create(place: &Path) -> Result<Self> {
         let staged = beside(place, "saving")?;
         remove(&staged)?;
-        let ((), _leftover) = Leftover::make(staged.clone(), |staged| fs::create_dir(staged))?;
+        let make = || fs::create_dir(&staged).map(|()| ((), staged.clone()));
+        let ((), _leftover) = Leftover::with_content(make)?;
         Ok(Self {
             place: place.to_path_buf(),
             _leftover,
@@ -52,10 +53,10 @@ impl StagedFolder {
     /// perhaps without its name, which [`Self::recover`] gives back.
     pub fn commit(mut self, replaces: bool) -> Result<()> {
         sync_all(&self.staged)?;
-        match fs::rename(&self.staged, &self.place) {
-            Err(err) if replaces && is_not_empty(&err) => self.swap()?,
-            renamed => renamed?,
-        }
+        named(|| match fs::rename(&self.staged, &self.place) {
+            Err(err) if replaces && is_not_empty(&err) => self.swap(),
+            renamed => renamed,
+        })?;
         self.is_committed = true;
         // It has its name, whatever becomes of it in a power failure.
         if let Err(err) = sync_parent(&self.place) {

@@ -71,6 +71,18 @@ impl TensorFile {
         Ok(())
     }
 
+    /// As [`Self::write`], of bytes in a mapped file. If that is cut meanwhile, to read it here tells so ([`MappedFile`](crate::files::MappedFile));
+    /// to have it written would be an error of the file that is written.
+    pub fn write_mapped(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let mut own = Vec::with_capacity(CHUNK.min(bytes.len()));
+        for chunk in bytes.chunks(CHUNK) {
+            own.clear();
+            own.extend_from_slice(chunk);
+            self.write(&own)?;
+        }
+        Ok(())
+    }
+
     /// Adds the values of a tensor in the host's memory; whether all are finite.
     ///
     /// # Errors

@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Result, bail};
 use half::{bf16, f16};
-use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::{Dtype, SafeTensors};
 use twox_hash::XxHash64;
 
-use super::plain_file::{open_file, read_text_file};
+use super::mapped_file::MappedFile;
+use super::plain_file::read_text_file;
 use crate::gguf::StoredRows;
 use crate::placement::{Indices, Run, Shard};
 
@@ -27,7 +27,7 @@ pub const INDEX_FILE: &str = "model.safetensors.index.json";
 #[derive(Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
-    maps: Vec<(PathBuf, Mmap)>,
+    maps: Vec<(PathBuf, MappedFile)>,
     tensors: BTreeMap<String, TensorEntry>,
     /// Second names: (name, second name).
     aliases: Mutex<BTreeMap<String, String>>,
@@ -117,7 +117,7 @@ impl Checkpoint {
     /// The weights in one file of another format, by name: shape, form and place of each.
     pub(crate) fn of_stored_rows(
         path: PathBuf,
-        map: Mmap,
+        map: MappedFile,
         weights: BTreeMap<String, (Vec<usize>, StoredRows, Range<usize>)>,
     ) -> Self {
         let entry =
@@ -139,7 +139,7 @@ impl Checkpoint {
         .with_map(path, map)
     }
 
-    fn with_map(mut self, path: PathBuf, map: Mmap) -> Self {
+    fn with_map(mut self, path: PathBuf, map: MappedFile) -> Self {
         self.maps.push((path, map));
         self
     }
@@ -188,7 +188,7 @@ impl Checkpoint {
     }
 
     fn map_file(&mut self, path: &Path) -> Result<()> {
-        let map = map(path)?;
+        let map = MappedFile::open(path)?;
         let fail = |err: &dyn std::fmt::Display| {
             candle_core::Error::msg(format!(
                 "{} ({} bytes) is not a complete safetensors file: {err}\nhint: the file may be truncated or corrupt; \
@@ -406,17 +406,4 @@ pub(crate) fn decode(dtype: DType, bytes: &[u8], values: &mut [f32]) {
             }
         }
     }
-}
-
-/// Maps a file.
-#[allow(unsafe_code)]
-pub(crate) fn map(path: &Path) -> Result<Mmap> {
-    let fail = |err: std::io::Error| {
-        candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
-    };
-    let file = open_file(path).map_err(fail)?;
-    // SAFETY: the map is read-only and its length is that of the file when it was opened. A file that another process
-    // truncates while it is mapped would fault, as with every reader of memory-mapped weights; our own writer never
-    // touches a file in place, it renames a new one over it, which leaves this map intact.
-    unsafe { Mmap::map(&file) }.map_err(fail)
 }

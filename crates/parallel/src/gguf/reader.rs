@@ -7,18 +7,17 @@ use std::path::{Path, PathBuf};
 use candle_comm::message_of;
 use candle_core::quantized::gguf_file::{Content, TensorInfo};
 use candle_core::{Error, Result, bail};
-use memmap2::Mmap;
 
 use super::blocks::decode;
 use super::metadata::GgufMetadata;
 use super::tensor::RowChange;
 use super::{GgmlDType, GgufContent, GgufTensor, type_name};
-use crate::files::{Checkpoint, map};
+use crate::files::{Checkpoint, MappedFile};
 
 /// A GGUF file, opened: mapped, and all but its tensors read.
 pub struct GgufReader {
     path: PathBuf,
-    map: Mmap,
+    map: MappedFile,
     content: Content,
     /// In the order of the file.
     tensors: Vec<GgufTensor>,
@@ -46,7 +45,7 @@ impl GgufReader {
     /// # Errors
     /// It cannot be read, is no GGUF, or is cut off.
     pub fn open(path: &Path) -> Result<Self> {
-        let map = map(path)?;
+        let map = MappedFile::open(path)?;
         if !map.starts_with(b"GGUF") {
             bail!(
                 "{} is no GGUF file: it does not begin with GGUF",
@@ -63,7 +62,7 @@ impl GgufReader {
         if has_no_alignment(&map) {
             return Err(fail("general.alignment is 0"));
         }
-        let content = match Content::read(&mut Cursor::new(&map)) {
+        let content = match Content::read(&mut Cursor::new(&*map)) {
             Ok(content) => content,
             Err(err) => {
                 let what = message_of(&err);

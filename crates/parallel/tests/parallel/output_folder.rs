@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::Result;
 use candle_parallel::ParamStore;
 use candle_parallel::checkpoint::{FolderLock, HfSave, OutputFolder, StagedFolder, save_hf};
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
 use tempfile::tempdir;
 
 use crate::chain::Chain;
@@ -344,5 +346,51 @@ fn the_folder_in_which_the_program_runs_is_refused() {
     for place in [".", ".."] {
         let said = message(OutputFolder::new(place).claim());
         assert_says(&said, &["the program runs in it", "hint:"]);
+    }
+}
+
+/// Somebody else who may write to the folder has put something in the place of a lock.
+#[test]
+fn what_has_the_name_of_a_lock_and_is_no_lock_is_refused_and_stays() {
+    let dir = tempdir().unwrap();
+    let (shared, thesis) = (dir.path().join("shared"), dir.path().join("thesis"));
+    let place = shared.join("model");
+    type Put = fn(&Path, &Path) -> std::io::Result<()>;
+    let cases: [(&str, Put); 5] = [
+        ("is a link to", |thesis, lock| symlink(thesis, lock)),
+        ("is a link to", |thesis, lock| {
+            symlink(thesis.with_file_name("new"), lock)
+        }),
+        ("has another name", |thesis, lock| {
+            fs::hard_link(thesis, lock)
+        }),
+        ("is a pipe", |_, lock| Ok(mkfifo(lock, Mode::S_IRWXU)?)),
+        ("is a folder", |_, lock| fs::create_dir(lock)),
+    ];
+    for (what, put) in cases {
+        for lock in [shared.join(".model.lock"), place.join(".lock")] {
+            fs::create_dir_all(&place).unwrap();
+            fs::write(&thesis, "years of work").unwrap();
+            put(&thesis, &lock).unwrap();
+            let is_inside = lock.ends_with(".lock");
+            let results = match is_inside {
+                true => [
+                    FolderLock::check_free_inside(&place),
+                    FolderLock::acquire_inside(&place).map(drop),
+                ],
+                false => [
+                    FolderLock::check_free(&place),
+                    FolderLock::acquire(&place).map(drop),
+                ],
+            };
+            for result in results {
+                let said = result.unwrap_err().to_string();
+                assert_says(&said, &[lock.to_str().unwrap(), what, "hint:"]);
+            }
+            assert_eq!(fs::read_to_string(&thesis).unwrap(), "years of work");
+            assert_eq!(names(dir.path()), ["shared", "thesis"]);
+            assert!(lock.symlink_metadata().is_ok());
+            fs::remove_dir_all(&shared).unwrap();
+        }
     }
 }

@@ -3,13 +3,14 @@
 use std::fs::{self, DirEntry, File};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{BufWriter, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use candle_core::{Result, bail};
-use candle_parallel::checkpoint::open_file;
+use candle_parallel::checkpoint::{open_file, open_own_file};
 use twox_hash::XxHash3_128;
 
 use super::data_files::Data;
@@ -115,7 +116,7 @@ impl TokenCache {
     /// The tokens of this name, if they are there and whole. A file that is damaged is told and removed.
     pub(crate) fn open(&self, key: &str) -> Option<Tokens> {
         let path = self.path(key);
-        let file = File::open(&path).ok()?;
+        let file = open_own_file(&path, File::options().read(true)).ok()?;
         // How long it has not been used; whoever may not write this has another's cache.
         if !self.is_read_only {
             let _ = file.set_modified(SystemTime::now());
@@ -144,7 +145,7 @@ impl TokenCache {
             rest.is_some_and(|rest| rest.ends_with(PARTIAL))
         };
         for entry in self.entries().filter(is_partial) {
-            let file = File::options().write(true).open(entry.path());
+            let file = open_own_file(&entry.path(), File::options().write(true));
             if file.is_ok_and(|file| file.try_lock().is_ok()) {
                 let _ = fs::remove_file(entry.path());
             }
@@ -172,8 +173,13 @@ impl TokenCache {
         if self.is_read_only {
             return CacheLock { _file: None };
         }
-        let file = fs::create_dir_all(&self.dir)
-            .and_then(|()| File::create(self.dir.join(format!(".{key}.lock"))));
+        let path = self.dir.join(format!(".{key}.lock"));
+        let open = || {
+            let mut options = File::options();
+            let options = options.write(true).create(true);
+            open_own_file(&path, options.truncate(false))
+        };
+        let file = fs::create_dir_all(&self.dir).and_then(|()| open());
         let locked = file.and_then(|file| file.lock().map(|()| file));
         CacheLock { _file: locked.ok() }
     }
@@ -195,7 +201,11 @@ impl TokenCache {
             ".{key}.{:016x}{PARTIAL}",
             RandomState::new().hash_one(key)
         ));
-        let Ok(file) = fs::create_dir_all(&self.dir).and_then(|()| File::create(&partial)) else {
+        // The data may be nobody else's business, and so are its tokens.
+        let mut private = File::options();
+        let private = private.write(true).create_new(true).mode(0o600);
+        let made = fs::create_dir_all(&self.dir).and_then(|()| private.open(&partial));
+        let Ok(file) = made else {
             return Ok(None);
         };
         // On a file system without locks nobody can tell that it is abandoned.

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{self, IsTerminal, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
@@ -150,6 +151,16 @@ impl<'a> Fetch<'a> {
         remove(path)?;
         // A partial file that is not shorter than the whole cannot be continued.
         let partial = blob.with_extension("part");
+        let lock = blob.with_extension("lock");
+        // hf-hub writes to them whatever they are: a link would lead to somebody else's file.
+        for path in [&partial, &lock, &self.snapshots.reference(self.spec)] {
+            if path
+                .symlink_metadata()
+                .is_ok_and(|there| !there.is_file() || there.nlink() > 1)
+            {
+                remove(path)?;
+            }
+        }
         if file_len(&partial).is_some_and(|len| len >= size) {
             remove(&partial)?;
         }
@@ -241,7 +252,7 @@ impl<'a> Fetch<'a> {
 
     /// Records in the cache that the revision names `commit`.
     pub(super) fn set_commit(&self, commit: &str) -> Result<()> {
-        match self.cache.repo(self.repo.clone()).create_ref(commit) {
+        match self.snapshots.set_commit(self.spec, commit) {
             Ok(()) => Ok(()),
             Err(e) => bail!(
                 "cannot write to the model cache {:?}: {e}",

@@ -3,6 +3,8 @@
 use std::fs::{File, TryLockError};
 use std::path::Path;
 
+use candle_parallel::checkpoint::open_own_file;
+
 use super::RepoSpec;
 
 /// The right to fetch a model into a cache, until it is dropped or the process ends.
@@ -18,7 +20,13 @@ impl FetchLock {
     pub(super) fn wait(cache_dir: &Path, spec: &RepoSpec) -> Self {
         let dir = cache_dir.join(".locks");
         let name = format!("candle-train--{}.lock", spec.repo_id.replace('/', "--"));
-        let file = std::fs::create_dir_all(&dir).and_then(|()| File::create(dir.join(name)));
+        let path = dir.join(name);
+        let open = || {
+            let mut options = File::options();
+            let options = options.write(true).create(true);
+            open_own_file(&path, options.truncate(false))
+        };
+        let file = std::fs::create_dir_all(&dir).and_then(|()| open());
         let locked = file.and_then(|file| {
             if let Err(TryLockError::WouldBlock) = file.try_lock() {
                 tracing::info!("waiting for another process that fetches {spec}");

@@ -5,8 +5,11 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File};
+use std::io;
 use std::path::{Path, PathBuf};
+
+use candle_parallel::checkpoint::WholeFile;
 
 use super::repo_spec::{RepoSpec, is_name};
 use super::weight_index::read_shard_names;
@@ -68,8 +71,22 @@ impl Snapshots {
         if spec.is_commit() {
             return Some(spec.revision.clone());
         }
-        let commit = fs::read_to_string(self.dir.join("refs").join(&spec.revision)).ok()?;
+        let commit = fs::read_to_string(self.reference(spec)).ok()?;
         Some(commit.trim().to_string()).filter(|commit| is_name(commit))
+    }
+
+    /// Where the commit of the revision is noted.
+    pub(super) fn reference(&self, spec: &RepoSpec) -> PathBuf {
+        self.dir.join("refs").join(&spec.revision)
+    }
+
+    /// Records that the revision names `commit` now.
+    pub(super) fn set_commit(&self, spec: &RepoSpec, commit: &str) -> io::Result<()> {
+        let path = self.reference(spec);
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir)?;
+        }
+        WholeFile::replace(&path, commit.as_bytes())
     }
 
     /// The revision's snapshot, or the name of the first file that it lacks.
@@ -104,7 +121,7 @@ impl Snapshots {
         if let Some(dir) = path.parent()
             && fs::create_dir_all(dir).is_ok()
         {
-            let _ = fs::write(path, "");
+            let _ = File::create_new(path);
         }
     }
 
@@ -149,7 +166,7 @@ impl Snapshots {
         if let Some(dir) = path.parent()
             && fs::create_dir_all(dir).is_ok()
         {
-            let _ = fs::write(path, files.join("\n"));
+            let _ = WholeFile::replace(&path, files.join("\n").as_bytes());
         }
     }
 

@@ -1,4 +1,5 @@
 use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -407,4 +408,44 @@ fn what_was_not_used_for_long_leaves_the_cache_when_something_new_comes() {
     cached.tokens();
     assert!(!old.exists());
     assert_eq!(cached.files().len(), 3);
+}
+
+/// Somebody else who may write to the cache has put links and pipes there.
+#[test]
+fn the_cache_is_private_and_follows_no_links() {
+    let cached = Cached::new();
+    let want = cached.ids();
+    let [file] = cached.files().try_into().unwrap();
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&file), 0o600);
+    let whole = fs::read(&file).unwrap();
+    let thesis = cached.dir.path().join("thesis");
+    fs::write(&thesis, "years of work").unwrap();
+    let old = SystemTime::now() - Duration::from_secs(1000);
+    fs::File::options()
+        .write(true)
+        .open(&thesis)
+        .unwrap()
+        .set_modified(old)
+        .unwrap();
+    let key = file.file_stem().unwrap().to_str().unwrap();
+    let [lock, partial] =
+        ["lock", "1.partial"].map(|end| file.with_file_name(format!(".{key}.{end}")));
+    let link: fn(&Path, &Path) = |thesis, path| symlink(thesis, path).unwrap();
+    let pipe: fn(&Path, &Path) = |_, path| {
+        let made = std::process::Command::new("mkfifo").arg(path).status();
+        assert!(made.unwrap().success());
+    };
+    for put in [link, pipe] {
+        for path in [&file, &lock, &partial] {
+            let _ = fs::remove_file(&file);
+            put(&thesis, path);
+            assert_eq!(cached.ids(), want);
+            assert_eq!(fs::read(&file).unwrap(), whole);
+            assert_eq!(fs::read_to_string(&thesis).unwrap(), "years of work");
+            assert_eq!(fs::metadata(&thesis).unwrap().modified().unwrap(), old);
+            let _ = fs::remove_file(&lock);
+            let _ = fs::remove_file(&partial);
+        }
+    }
 }

@@ -1,4 +1,6 @@
 use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
 
 use candle_trainer::hub::{HubConfig, resolve_model_with};
 
@@ -192,4 +194,44 @@ fn leftovers_of_broken_downloads_do_no_harm() {
     fs::rename(&blob, blob.with_extension("part")).unwrap();
     resolve(&config).unwrap();
     assert_eq!(fs::read(dir.join("model.safetensors")).unwrap(), weights);
+}
+
+/// Somebody else who may write to the cache has put links there, at names of files that this program makes.
+#[test]
+fn links_in_the_cache_are_not_written_through() {
+    let weights = weights();
+    let Setup {
+        server: _server,
+        config,
+        _cache,
+    } = setup(&model(&weights));
+    // What the files that have a name of their own in the cache are called, in another one.
+    let other = HubConfig {
+        cache_dir: _cache.path().join("other"),
+        ..config.clone()
+    };
+    let blob = fs::canonicalize(resolve(&other).unwrap().join("model.safetensors")).unwrap();
+    let blob = Path::new("blobs").join(blob.file_name().unwrap());
+    let thesis = _cache.path().join("thesis");
+    fs::write(&thesis, "years of work").unwrap();
+    let repo = config.cache_dir.join("models--org--model");
+    let links = [
+        config
+            .cache_dir
+            .join(".locks/candle-train--org--model.lock"),
+        repo.join(".files").join(COMMIT),
+        repo.join("refs/main"),
+        repo.join(&blob).with_extension("part"),
+        repo.join(&blob).with_extension("lock"),
+        repo.join(".no_exist")
+            .join(COMMIT)
+            .join("generation_config.json"),
+    ];
+    for link in &links {
+        fs::create_dir_all(link.parent().unwrap()).unwrap();
+        symlink(&thesis, link).unwrap();
+    }
+    let dir = resolve(&config).unwrap();
+    assert_eq!(fs::read(dir.join("model.safetensors")).unwrap(), weights);
+    assert_eq!(fs::read_to_string(&thesis).unwrap(), "years of work");
 }

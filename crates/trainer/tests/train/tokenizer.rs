@@ -1,4 +1,5 @@
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
@@ -265,4 +266,21 @@ fn a_token_beyond_the_model_is_named() {
         tokenizer.check_vocab(&[0, 279], 279),
         &["token id 279", &token, "has 280 tokens", "the model 279"],
     );
+}
+
+#[test]
+fn saving_follows_no_link() {
+    let dir = saved();
+    let thesis = dir.path().join("thesis");
+    fs::write(&thesis, "years of work").unwrap();
+    let file = dir.path().join("tokenizer.json");
+    let want = fs::read(&file).unwrap();
+    fs::remove_file(&file).unwrap();
+    for name in ["tokenizer.json", "tokenizer.json.partial"] {
+        symlink(&thesis, dir.path().join(name)).unwrap();
+    }
+    trained().save(dir.path()).unwrap();
+    assert_eq!(fs::read_to_string(&thesis).unwrap(), "years of work");
+    assert!(!file.is_symlink());
+    assert_eq!(fs::read(&file).unwrap(), want);
 }

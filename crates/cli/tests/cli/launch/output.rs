@@ -120,3 +120,19 @@ fn a_closed_stdout_does_not_end_the_run() {
     assert_eq!(ended.code, Some(0));
     assert!(ended.path("through").exists());
 }
+
+#[test]
+fn a_link_in_the_place_of_a_log_file_is_refused() {
+    let folder = TempDir::new().unwrap();
+    std::fs::create_dir(folder.path().join("logs")).unwrap();
+    std::fs::write(folder.path().join("thesis"), "years of work").unwrap();
+    std::os::unix::fs::symlink("../thesis", folder.path().join("logs/rank-0.err")).unwrap();
+    let args = ["--nproc-per-node", "1", "--log-dir", "logs", "echo", "a"];
+    let ended = start_in(folder, &args, &|_| {}).wait();
+    let said = "cannot open log file logs/rank-0.err: logs/rank-0.err is a link to ../thesis";
+    assert!(ended.err.contains(said), "{}", ended.err);
+    assert_eq!(
+        std::fs::read_to_string(ended.path("thesis")).unwrap(),
+        "years of work"
+    );
+}

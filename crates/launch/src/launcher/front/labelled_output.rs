@@ -1,13 +1,13 @@
 //! One output of a rank, line by line with the rank's label.
 
 use std::collections::VecDeque;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{Write, stderr, stdout};
 use std::path::Path;
 use std::sync::OnceLock;
 
 use crate::launcher::wire::Stream;
-use crate::{Error, Result, has_no_reader, write_whole};
+use crate::{Error, Result, has_no_reader, open_own_file, write_whole};
 
 /// A line longer than this is shown in parts, so that it does not fill the memory.
 const MAX_LINE_BYTES: usize = 1 << 16;
@@ -50,7 +50,7 @@ impl LabelledOutput {
         let log = |kind| {
             let path = log_dir.map(|dir| dir.join(format!("rank-{rank}.{kind}")));
             let opened = path.map(|path| {
-                let file = OpenOptions::new().create(true).append(true).open(&path);
+                let file = open_own_file(&path, File::options().create(true).append(true));
                 file.map_err(|error| {
                     Error::Launch(format!("cannot open log file {}: {error}", path.display()))
                 })

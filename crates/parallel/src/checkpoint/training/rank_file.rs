@@ -8,14 +8,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Error, Result, Tensor, bail};
 use half::{bf16, f16};
-use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 
 use super::manifest::FileRecord;
 use super::piece::Piece;
 use super::rank_tensors::RankTensors;
 use crate::checkpoint::tensor_file::{TensorFile, header};
-use crate::files::map;
+use crate::files::MappedFile;
 
 /// What readers of safetensors accept before the tensors.
 const MAX_HEADER_BYTES: usize = 100_000_000;
@@ -30,7 +29,7 @@ pub(super) struct SaveId {
 /// A file of a checkpoint, opened.
 pub(super) struct RankFile {
     path: PathBuf,
-    map: Mmap,
+    map: MappedFile,
     tensors: HashMap<String, (Dtype, Range<usize>)>,
     pub pieces: Vec<Piece>,
 }
@@ -116,7 +115,7 @@ fn cannot_write(path: &Path, err: &std::io::Error) -> Error {
 
 /// An error that names the first tensor of a rank's file with values that are NaN or infinite.
 pub(super) fn check_finite(path: &Path) -> Result<()> {
-    let map = map(path)?;
+    let map = MappedFile::open(path)?;
     let file = SafeTensors::deserialize(&map)
         .map_err(|err| Error::msg(format!("cannot read {}: {err}", path.display())))?;
     for (name, tensor) in file.iter() {
@@ -156,7 +155,7 @@ pub(super) fn check_finite(path: &Path) -> Result<()> {
 impl RankFile {
     /// Opens a file whose size and checksum were compared, and that belongs to the save `id`.
     pub fn open(path: &Path, id: &SaveId) -> Result<Self> {
-        let map = map(path)?;
+        let map = MappedFile::open(path)?;
         let fail = |what: &dyn std::fmt::Display| {
             Error::msg(format!(
                 "{} is not a file of a training checkpoint: {what}",
