@@ -233,7 +233,7 @@ fn strangers_neither_join_nor_delay_the_ranks() {
                     };
                     let said = std::io::Write::write_all(
                         &mut stream,
-                        b"\x89candle\n\x04\0\0\0 and no proof",
+                        b"\x89candle\n\x05\0\0\0 and no proof",
                     );
                     drop(said);
                     open.push(stream);
@@ -245,7 +245,7 @@ fn strangers_neither_join_nor_delay_the_ranks() {
                     .set_read_timeout(Some(Duration::from_secs(5)))
                     .unwrap();
                 let mut answer = Vec::new();
-                // At most the server's proof, after which it hangs up.
+                // At most the server's random bytes and zeros, after which it hangs up.
                 let _ = stream.read_to_end(&mut answer);
                 assert!(answer.len() <= 64, "{} bytes", answer.len());
             }

@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use super::rendezvous_address::RendezvousAddress;
 use crate::WaitNotices;
+use crate::rank_env::SHORT_SECRET;
 
 /// How many hosts a run may have, MIN:MAX, or one number for both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,6 +59,8 @@ pub struct LaunchConfig {
     pub silence_secs: Option<f64>,
     /// When this launcher says for which hosts it waits.
     pub wait_notices: WaitNotices,
+    /// Whether a secret of fewer than 16 bytes is meant: see [`Secret::is_short`](crate::Secret::is_short).
+    pub short_secret: bool,
     /// Whether to print what would run where, and start nothing.
     pub dry_run: bool,
     /// The program and its arguments.
@@ -65,6 +68,11 @@ pub struct LaunchConfig {
 }
 
 impl LaunchConfig {
+    /// What processes are told that read the secret, too.
+    pub(super) fn secret_variable(&self) -> Option<(&'static str, &'static str)> {
+        self.short_secret.then_some((SHORT_SECRET, "1"))
+    }
+
     /// Whether there is a launcher on each host, of which one leads the others.
     pub(super) fn is_led(&self) -> bool {
         let is_one = self.nnodes.is_none_or(|nnodes| nnodes.max == 1);

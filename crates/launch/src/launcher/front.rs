@@ -176,6 +176,7 @@ impl Front<'_> {
         let door = self.door.insert(door);
         let secret = (!door.is_secret_given()).then_some(&door.secret);
         let mut command = mpi.command(&door.address, secret);
+        command.envs(self.config.secret_variable());
         command.stdin(Stdio::null()).stdout(Stdio::piped());
         let name = mpi.words[0].clone();
         let process = Process::start(&mut command, &format!("[{name}] "))?;

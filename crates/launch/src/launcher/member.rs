@@ -75,7 +75,7 @@ pub(super) fn serve(config: &LaunchConfig, front: &str, secret: &Secret) -> Resu
                 until = Instant::now() + ABSENCE;
                 // An earlier start of the ranks is over.
                 process_tree::kill_descendants();
-                run(&command, stream)
+                run(&command, stream, config)
                     .map_err(|error| Error::Launch(format!("cannot start a shell: {error}")))?;
             }
             Ok((Order::End(code, sentence), _)) => {
@@ -144,10 +144,11 @@ impl Line {
 }
 
 /// Starts a shell whose stdin and stdout are the connection. Nobody waits for it: what it starts may outlive it.
-fn run(command: &str, stream: TcpStream) -> std::io::Result<()> {
+fn run(command: &str, stream: TcpStream, config: &LaunchConfig) -> std::io::Result<()> {
     let input = OwnedFd::from(stream.try_clone()?);
     Command::new("sh")
         .args(["-c", command])
+        .envs(config.secret_variable())
         .stdin(Stdio::from(input))
         .stdout(Stdio::from(OwnedFd::from(stream)))
         // A terminal's Ctrl-C is for this launcher, which leaves well.

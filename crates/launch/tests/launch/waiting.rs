@@ -31,6 +31,7 @@ fn launcher_process() {
             first: notice,
             interval: notice,
         },
+        short_secret: false,
         dry_run: false,
         program: vec!["true".into()],
     });
@@ -46,7 +47,7 @@ fn says(rdzv: &str, words: &str) {
             "--nocapture",
         ])
         .env("WAITING_TEST", rdzv)
-        .env("CANDLE_TRAIN_RUN_TOKEN", "secret")
+        .env("CANDLE_TRAIN_RUN_TOKEN", "a secret of some length")
         .env("CANDLE_TRAIN_HOST", "a")
         .stdout(Stdio::null())
         .stderr(Stdio::piped())

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use super::led::Hosts;
 use nix::sys::signal::Signal;
 
-/// What a server says in the handshake: its random bytes and its proof.
-const HANDSHAKE_BYTES: usize = 64;
+/// What a server says in the handshake: its random bytes, and its proof after that of the other end.
+const HANDSHAKE: [usize; 2] = [32, 32];
 
 /// Passes on what a member and the launcher at `front` say to each other, but for what that one says after the handshake, which is
 /// `changed`; returns where it listens.
@@ -28,11 +28,13 @@ fn listen_between(
                 let _ = to.shutdown(Shutdown::Write);
             });
             std::thread::spawn(move || {
-                let mut said = [0; HANDSHAKE_BYTES];
-                if (&front).read_exact(&mut said).is_err() {
-                    return;
+                for num_bytes in HANDSHAKE {
+                    let mut said = vec![0; num_bytes];
+                    if (&front).read_exact(&mut said).is_err() {
+                        return;
+                    }
+                    let _ = (&member).write_all(&said);
                 }
-                let _ = (&member).write_all(&said);
                 // The member may have hung up.
                 let _ = (&member).write_all(&changed(&front));
                 let _ = member.shutdown(Shutdown::Write);

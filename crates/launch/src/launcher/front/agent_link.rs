@@ -51,6 +51,7 @@ impl AgentLink {
         let mut command = std::process::Command::new(&words[0]);
         command
             .args(&words[1..])
+            .envs(plan.secret_variable)
             .stdin(OwnedFd::from(clone))
             .stdout(OwnedFd::from(other_end));
         let process = Process::start(&mut command, &format!("[host {}] ", plan.host))?;

@@ -130,12 +130,12 @@ fn a_rank_of_another_version_is_named_on_all_ranks() {
         let zero = scope.spawn(|| join(&config(0, 2, port), Some(listener)).err().unwrap());
         let hello =
             r#"{"rank": 1, "world_size": 2, "host": "b", "pid": 7, "fingerprint": [], "new": 1}"#;
-        let mut stream = shake_hands(port, "secret", 5).unwrap();
+        let mut stream = shake_hands(port, "secret", 6).unwrap();
         stream.write_all(&frame(hello)).unwrap();
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).unwrap();
         let answer = String::from_utf8_lossy(&answer);
-        let expected = "rank 1 on host b: it speaks version 5 of the control protocol, expected 4 as on rank 0";
+        let expected = "rank 1 on host b: it speaks version 6 of the control protocol, expected 5 as on rank 0";
         assert!(answer.contains(expected), "{answer:?}");
         assert!(zero.join().unwrap().to_string().contains(expected));
     });
