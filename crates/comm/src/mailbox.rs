@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
+use candle_launch::{SpokenWait, WaitNotices};
 
 pub use received::{Departure, Mail, Received};
 
@@ -341,6 +342,11 @@ impl Mailbox {
         self.inbox.close();
         let limit = why.map_or(self.config.deadline, |_| LAST_WORDS);
         let begun = Instant::now();
+        let peers: Vec<_> = connections.iter().map(|it| it.peer).collect();
+        let wait = SpokenWait::begin(WaitNotices::default(), &format!("rank {}", self.rank));
+        if !peers.is_empty() {
+            wait.say(format!("for ranks {peers:?} to hear that it ends"));
+        }
         let mut untold = connections.clone();
         // No peer waits for the words behind one that does not read.
         while !untold.is_empty() && begun.elapsed() < limit {
@@ -349,7 +355,6 @@ impl Mailbox {
             std::thread::sleep(MOMENT);
         }
         untold.iter().for_each(|connection| connection.close());
-        let peers: Vec<_> = connections.iter().map(|it| it.peer).collect();
         self.inbox.wait_for_farewells(&peers, limit);
         connections.iter().for_each(|connection| connection.close());
     }

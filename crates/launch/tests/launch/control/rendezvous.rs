@@ -5,6 +5,7 @@ use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use candle_launch::{Control, ControlConfig, Error};
+use nix::sys::signal::Signal;
 
 use super::processes::Rank;
 use super::ranks::{config, frame, free_listener, join, ranks_with, shake_hands};
@@ -121,6 +122,27 @@ fn who_waits_says_for_whom_and_where() {
     let said = format!("rank 0 on host host-0 waits at {master} for rank 2, for ");
     assert!(zero.said.contains(&said), "{zero:?}");
     assert!(!two.said.contains("waits"), "{two:?}");
+}
+
+/// On one host it is rank 0 that says for whom all wait, unless it says nothing at all.
+#[test]
+fn a_rank_whose_rank_0_is_stopped_says_so() {
+    let (listener, port) = free_listener();
+    drop(listener);
+    let master = format!("127.0.0.1:{port}");
+    let patient = |rank| Rank::start(&[], &master, rank, 3, "patient 20000 1");
+    let [zero, one] = [0, 1].map(patient);
+    std::thread::sleep(Duration::from_secs(2));
+    zero.signal(Signal::SIGSTOP);
+    std::thread::sleep(Duration::from_secs(4));
+    zero.signal(Signal::SIGCONT);
+    let two = patient(2);
+    let [zero, one, two] = [zero, one, two].map(Rank::end);
+    let said = format!("rank 1 on host host-1 waits for rank 0 at {master} (");
+    assert!(one.said.contains(&said), "{one:?}");
+    for rank in [zero, one, two] {
+        assert_eq!(rank.code, Some(0), "{rank:?}");
+    }
 }
 
 #[test]
