@@ -67,12 +67,12 @@ pub struct LaunchConfig {
     pub program: Vec<String>,
 }
 
-impl LaunchConfig {
-    /// What processes are told that read the secret, too.
-    pub(super) fn secret_variable(&self) -> Option<(&'static str, &'static str)> {
-        self.short_secret.then_some((SHORT_SECRET, "1"))
-    }
+/// What processes are told that read the secret, too, if a short one is meant.
+pub(super) fn secret_variable(is_short_meant: bool) -> Option<(&'static str, &'static str)> {
+    is_short_meant.then_some((SHORT_SECRET, "1"))
+}
 
+impl LaunchConfig {
     /// Whether there is a launcher on each host, of which one leads the others.
     pub(super) fn is_led(&self) -> bool {
         let is_one = self.nnodes.is_none_or(|nnodes| nnodes.max == 1);

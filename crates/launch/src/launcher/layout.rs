@@ -97,7 +97,7 @@ impl Layout {
             let plan = HostPlan {
                 host: host.name.clone(),
                 via: (!host.is_here).then(|| via.clone()),
-                secret_variable: config.secret_variable(),
+                short_secret: config.short_secret,
                 program: program.clone(),
                 args: args.to_vec(),
                 folder: folder.clone(),

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use super::call::{Call, Caller, Order, call};
-use super::config::LaunchConfig;
+use super::config::{LaunchConfig, secret_variable};
 use super::end::LOST_HOST_EXIT_CODE;
 use super::front::Outcome;
 use super::host::Host;
@@ -170,7 +170,7 @@ fn run(command: &str, stream: TcpStream, config: &LaunchConfig) -> std::io::Resu
     let input = OwnedFd::from(stream.try_clone()?);
     Command::new("sh")
         .args(["-c", command])
-        .envs(config.secret_variable())
+        .envs(secret_variable(config.short_secret))
         .stdin(Stdio::from(input))
         .stdout(Stdio::from(OwnedFd::from(stream)))
         // A terminal's Ctrl-C is for this launcher, which leaves well.

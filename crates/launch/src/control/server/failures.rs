@@ -176,10 +176,8 @@ impl Run {
         let waits: Vec<_> = waits.collect();
         let begun = waits.iter().map(|(begun, _)| *begun).max();
         let heard = waits.iter().map(|(_, heard)| *heard).min();
-        if !begun
-            .zip(heard)
-            .is_some_and(|(begun, heard)| heard >= begun + CIRCLE)
-        {
+        let is_long = |(begun, heard)| heard >= begun + CIRCLE;
+        if !begun.zip(heard).is_some_and(is_long) {
             return;
         }
         let message = format!(
