@@ -44,6 +44,7 @@ mod cli {
         mod hosts;
         pub mod launching;
         mod led;
+        mod led_silence;
         mod mpi;
         mod options;
         mod orphans;
