@@ -45,6 +45,7 @@ mod cli {
         mod hosts;
         pub mod launching;
         mod led;
+        mod led_silence;
         mod mpi;
         mod options;
         mod orphans;
@@ -55,8 +56,8 @@ mod cli {
     }
     mod large;
     mod layout;
-    mod limits;
     mod leftovers;
+    mod limits;
     mod llama_cpp;
     mod lora;
     mod memory;

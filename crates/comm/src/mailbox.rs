@@ -10,11 +10,13 @@ mod received;
 mod wire;
 
 use std::net::TcpStream;
-use std::sync::Arc;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
+use candle_launch::{SpokenWait, WaitNotices};
 
 pub use received::{Departure, Mail, Received};
 
@@ -94,6 +96,8 @@ pub struct Mailbox {
     inbox: Arc<Inbox>,
     /// By rank; `None` of this one, and of those with which it is not connected.
     routes: Vec<Option<Route>>,
+    /// The rank because of which this one fails, if another one is to blame.
+    blamed: OnceLock<Departure>,
     has_left: AtomicBool,
 }
 
@@ -119,6 +123,7 @@ impl Mailbox {
                 config: config.clone(),
                 inbox: inboxes[rank].clone(),
                 routes: inboxes.iter().enumerate().map(to).collect(),
+                blamed: OnceLock::new(),
                 has_left: AtomicBool::new(false),
             }
         };
@@ -151,6 +156,7 @@ impl Mailbox {
             config: config.clone(),
             inbox,
             routes,
+            blamed: OnceLock::new(),
             has_left: AtomicBool::new(false),
         })
     }
@@ -318,6 +324,13 @@ impl Mailbox {
         self.end(None);
     }
 
+    /// Why this rank fails if the failure of one of these ranks, without which it cannot go on, is the reason: the end of the one that failed by
+    /// itself, as far as it is known here. The others hear of that one, too, when this rank [fails](Self::fail).
+    pub fn blame(&self, needed: Range<usize>) -> Option<Departure> {
+        let first = self.inbox.first_failed(needed)?;
+        Some(self.blamed.get_or_init(|| first.culprit().clone()).clone())
+    }
+
     /// Says that this rank has failed, and why.
     pub fn fail(&self, why: &str) {
         self.end(Some(why));
@@ -327,12 +340,14 @@ impl Mailbox {
         if self.has_left.swap(true, Ordering::AcqRel) {
             return;
         }
+        let because_of = self.blamed.get().filter(|_| why.is_some());
         let mut connections = Vec::new();
         for route in self.routes.iter().flatten() {
             match route {
                 Route::Thread(inbox) => inbox.note_departure(Departure {
                     rank: self.rank,
                     why: why.map(str::to_string),
+                    because_of: because_of.cloned().map(Box::new),
                 }),
                 Route::Process(connection) => connections.push(connection),
             }
@@ -341,15 +356,23 @@ impl Mailbox {
         self.inbox.close();
         let limit = why.map_or(self.config.deadline, |_| LAST_WORDS);
         let begun = Instant::now();
+        let peers: Vec<_> = connections.iter().map(|it| it.peer).collect();
+        let wait = SpokenWait::begin(WaitNotices::default(), &format!("rank {}", self.rank));
+        if !peers.is_empty() {
+            wait.say(format!("for ranks {peers:?} to hear that it ends"));
+        }
         let mut untold = connections.clone();
+        let farewell = Frame::Farewell {
+            why: why.map(str::to_string),
+            because_of: because_of.cloned(),
+        };
         // No peer waits for the words behind one that does not read.
         while !untold.is_empty() && begun.elapsed() < limit {
             let rest = || limit.saturating_sub(begun.elapsed());
-            untold.retain(|connection| !connection.try_farewell(why, rest()));
+            untold.retain(|connection| !connection.try_farewell(&farewell, rest()));
             std::thread::sleep(MOMENT);
         }
         untold.iter().for_each(|connection| connection.close());
-        let peers: Vec<_> = connections.iter().map(|it| it.peer).collect();
         self.inbox.wait_for_farewells(&peers, limit);
         connections.iter().for_each(|connection| connection.close());
     }

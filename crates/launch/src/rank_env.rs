@@ -23,6 +23,7 @@ use std::fmt;
 use crate::{Error, Result, Secret};
 use identity::Identity;
 use meeting_point::MeetingPoint;
+pub(crate) use meeting_point::SHORT_SECRET;
 use variables::Variables;
 
 /// How often ranks were started before, as we say it, and torchrun.
@@ -157,12 +158,13 @@ impl fmt::Display for RankEnv {
     }
 }
 
-/// The secret that the environment of this process has for a run, if it has one.
+/// The secret that the environment of this process has for a run, if it has one; a short one only if it says that it is meant, or the user
+/// has told this process so.
 ///
 /// # Errors
-/// It is empty; its file cannot be read, or others can read it too.
-pub(crate) fn given_secret() -> Result<Option<Secret>> {
-    meeting_point::given_secret(&Variables(&variable))
+/// It is empty or short; its file cannot be read, or others can read it too.
+pub(crate) fn given_secret(is_short_meant: bool) -> Result<Option<Secret>> {
+    meeting_point::given_secret(&Variables(&variable), is_short_meant)
 }
 
 fn variable(name: &str) -> Option<String> {

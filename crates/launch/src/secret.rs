@@ -6,6 +6,9 @@ use std::io::Read;
 
 use crate::{Error, Result};
 
+/// A secret of fewer bytes may be guessed by trying words.
+const LEAST_BYTES: usize = 16;
+
 /// What the ranks of a run know and others do not. It does not show in debug output.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(String);
@@ -21,6 +24,11 @@ impl Secret {
         Ok(Self(
             bytes.iter().map(|byte| format!("{byte:02x}")).collect(),
         ))
+    }
+
+    /// Whether it has fewer than 16 bytes: who takes the place of rank 0, or of the launcher that leads, could guess it by trying words.
+    pub fn is_short(&self) -> bool {
+        self.0.len() < LEAST_BYTES
     }
 
     /// The secret itself, for whoever is to know it.

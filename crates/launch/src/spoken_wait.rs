@@ -28,20 +28,28 @@ impl Default for WaitNotices {
 /// A wait for others, of which lines on standard error say how long it has lasted, until this is dropped.
 pub struct SpokenWait {
     what: Arc<Mutex<String>>,
-    _over: Sender<()>,
+    /// Says that it begins anew, and by its end that it is over.
+    anew: Sender<()>,
 }
 
 impl SpokenWait {
     /// A wait of `who` that begins now, for nothing yet.
     pub fn begin(notices: WaitNotices, who: &str) -> Self {
-        let (over, is_over) = channel::<()>();
+        let (anew, begins) = channel::<()>();
         let what = Arc::<Mutex<String>>::default();
         let (who, waits) = (who.to_string(), what.clone());
         let speak = move || {
-            let begun = Instant::now();
+            let mut begun = Instant::now();
             let mut pause = notices.first;
-            while is_over.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
-                pause = notices.interval;
+            loop {
+                match begins.recv_timeout(pause) {
+                    Ok(()) => {
+                        (begun, pause) = (Instant::now(), notices.first);
+                        continue;
+                    }
+                    Err(RecvTimeoutError::Timeout) => pause = notices.interval,
+                    Err(RecvTimeoutError::Disconnected) => return,
+                }
                 let what = lock(&waits).clone();
                 if !what.is_empty() {
                     let secs = begun.elapsed().as_secs();
@@ -53,7 +61,13 @@ impl SpokenWait {
         if let Err(error) = spawn("waiting", speak) {
             tracing::warn!("no thread to say who is waited for: {error}");
         }
-        Self { what, _over: over }
+        Self { what, anew }
+    }
+
+    /// What it waits for has come, and it waits for the next one from now on.
+    pub fn restart(&self) {
+        // Without the thread nothing is said.
+        let _ = self.anew.send(());
     }
 
     /// From now on it waits so: "at node1:29500 for ranks 1, 3". Nothing is said of a wait for nothing.

@@ -76,8 +76,9 @@ pub fn exit_as_rank(result: Result<ExitCode>, has_begun: bool) -> ExitCode {
     result.map(printed).unwrap_or_else(|err| {
         print_for_all(&in_words(&err));
         match RankEnv::from_env() {
-            Ok(env) if !has_begun => exit_code_of_refusal(&env),
-            _ => ExitCode::FAILURE,
+            _ if has_begun => ExitCode::FAILURE,
+            Ok(env) => exit_code_of_refusal(&env),
+            Err(_) => ExitCode::from(WOULD_FAIL_AGAIN_EXIT_CODE),
         }
     })
 }

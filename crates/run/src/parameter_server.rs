@@ -1,9 +1,8 @@
 //! A run with a parameter server: its first ranks are servers, the others workers.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use candle_comm::{Degrees, Mailbox, Mesh, RunConfig, launch};
+use candle_comm::{Degrees, Departure, Mailbox, Mesh, RunConfig, launch};
 use candle_core::Result;
 use candle_trainer::{ParameterServer, Worker};
 
@@ -12,16 +11,17 @@ use crate::end::End;
 use crate::training_run::{Settled, TrainingRun};
 
 impl TrainingRun<'_> {
-    /// Runs the ranks of this process, and has the first one of the run told how it ended; whether an error is another rank's.
+    /// Runs the ranks of this process, and has the first one of the run told how it ended; and the end of the other rank that is to blame for an
+    /// error of a process.
     pub(crate) fn run_with_servers(
         &self,
         num_servers: usize,
         settled: &Settled,
         ranks: &RunConfig,
         tell: impl Fn(End) -> End + Sync,
-    ) -> (Result<Vec<End>>, bool) {
+    ) -> (Result<Vec<End>>, Option<Departure>) {
         let num_workers = self.spec.training.layout.degrees().dp;
-        let is_of_peer = AtomicBool::new(false);
+        let culprit = OnceLock::new();
         let results =
             launch::mailboxes(ranks, (num_servers + num_workers, num_servers), |mailbox| {
                 self.spec.training.ranks.settle();
@@ -29,25 +29,24 @@ impl TrainingRun<'_> {
                     true => self.serve(mailbox, num_servers, settled, ranks),
                     false => self.work(mailbox, num_servers).map(|()| End::Complete),
                 };
-                let has_failed = |rank| {
-                    let departure = mailbox.departure(rank);
-                    departure.is_some_and(|departure| departure.why.is_some())
-                };
                 // An asynchronous run does not end with its workers. Threads end together, whichever of them failed.
                 let needed = match self.spec.training.strategy.is_async {
                     true => 0..num_servers,
                     false => 0..mailbox.world_size(),
                 };
                 let is_process = ranks.env.world_size() > 1;
-                if end.is_err() && is_process && needed.into_iter().any(has_failed) {
-                    is_of_peer.store(true, Ordering::Relaxed);
+                if end.is_err()
+                    && let Some(departure) = mailbox.blame(needed)
+                    && is_process
+                {
+                    culprit.get_or_init(|| departure);
                 }
                 let end = end?;
                 Ok(if mailbox.rank() == 0 { tell(end) } else { end })
             });
         // Of threads the first, a server, knows how the run ended: it may have gone on without others.
         let ends = results.and_then(|ends| ends.into_iter().take(1).collect());
-        (ends, is_of_peer.into_inner())
+        (ends, culprit.into_inner())
     }
 
     fn serve(

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
-use candle_comm::{Mesh, ProcessGroup, RunConfig, launch};
+use candle_comm::{Departure, Mesh, ProcessGroup, RunConfig, launch};
 use candle_core::{DType, Device, Error, Result};
 use candle_launch::PEER_FAILED_EXIT_CODE;
 use candle_ops::GpuState;
@@ -30,7 +30,7 @@ use crate::fingerprint::fingerprint;
 use crate::generation_config::GENERATION_FILE;
 use crate::gguf_export::GgufExport;
 use crate::observer::{Numbers, Observers, RunEvent};
-use crate::output::{code_of_refusal, in_words, print_for_all};
+use crate::output::{code_of_refusal, in_words, print_for_all, print_note};
 use crate::reading::TrainingData;
 use crate::saving::{leave, save_model};
 use crate::spec::{RanksMemory, RunSpec};
@@ -101,17 +101,31 @@ const OF_THE_MODEL: [&str; 3] = ["config.json", GENERATION_FILE, "README.md"];
 impl TrainingRun<'_> {
     /// Trains and saves as what the program does; the exit code tells how it ended.
     pub(crate) fn run_as_rank(mut self) -> Result<ExitCode> {
-        let (ended, is_of_peer) = self.run_ranks()?;
-        match ended {
-            Err(err) if is_of_peer || self.stop.has_begun() => {
-                print_for_all(&in_words(&err));
-                Ok(match is_of_peer {
-                    true => ExitCode::from(PEER_FAILED_EXIT_CODE),
-                    false => ExitCode::FAILURE,
-                })
+        let (ended, culprit) = self.run_ranks()?;
+        match (ended, culprit) {
+            (Err(err), Some(culprit)) => {
+                print_note(&self.stops(&culprit, &in_words(&err)));
+                Ok(ExitCode::from(PEER_FAILED_EXIT_CODE))
             }
-            ended => Ok(ended?.exit_code(&self.stop, &self.ranks.env)),
+            (Err(err), None) if self.stop.has_begun() => {
+                print_for_all(&in_words(&err));
+                Ok(ExitCode::FAILURE)
+            }
+            (ended, _) => Ok(ended?.exit_code(&self.stop, &self.ranks.env)),
         }
+    }
+
+    /// That this rank ends because of another one, in the words of the control plane, of which the launcher shows the first line last; below it
+    /// what this rank itself has found.
+    fn stops(&self, culprit: &Departure, found: &str) -> String {
+        let env = &self.ranks.env;
+        let culprit = culprit.to_string();
+        let why = culprit.lines().next().unwrap_or_default();
+        format!(
+            "rank {} on host {} stops: {why}\n  {found}",
+            env.rank(),
+            env.host()
+        )
     }
 
     /// Trains and saves.
@@ -246,8 +260,8 @@ impl TrainingRun<'_> {
         Ok(needs)
     }
 
-    /// Checks what can be checked, trains and saves: how it ended, and whether a failure is another rank's.
-    fn run_ranks(&mut self) -> Result<(Result<End>, bool)> {
+    /// Checks what can be checked, trains and saves: how it ended, and which other rank is to blame for a failure.
+    fn run_ranks(&mut self) -> Result<(Result<End>, Option<Departure>)> {
         let settled = self.settle()?;
         let training = &self.spec.training;
         let output = training.output.output.as_path();
@@ -279,7 +293,7 @@ impl TrainingRun<'_> {
             end.tell(&self.stop, num_steps, (output, is_alone), &self.observers);
             end
         };
-        let (ends, is_of_peer) = match training.strategy.num_servers() {
+        let (ends, culprit) = match training.strategy.num_servers() {
             0 => {
                 let ends = launch::run(&ranks, |world| {
                     training.ranks.settle();
@@ -288,7 +302,7 @@ impl TrainingRun<'_> {
                     let end = self.run_rank(&settled, &ranks, &mesh, None)?;
                     Ok(if is_first { tell(end) } else { end })
                 });
-                (ends, false)
+                (ends, None)
             }
             num_servers => self.run_with_servers(num_servers, &settled, &ranks, tell),
         };
@@ -321,7 +335,7 @@ impl TrainingRun<'_> {
                 }
             }
         }
-        Ok((ended, is_of_peer))
+        Ok((ended, culprit))
     }
 
     fn evaluation(

@@ -52,6 +52,8 @@ impl Checkpoints {
         record: TrainingRecord,
         is_first: bool,
     ) -> Self {
+        // One that a start before left at its end is judged by the first step of this one.
+        let outdates = saver.resumed_step();
         Self {
             saver: saver.removing_on_request(),
             every,
@@ -60,7 +62,7 @@ impl Checkpoints {
             is_ending: false,
             evaluated: None,
             last: None,
-            outdates: None,
+            outdates,
             num_saved: 0,
             num_failed: 0,
         }

@@ -11,7 +11,7 @@ pub(crate) fn print_env() -> ExitCode {
         Ok(env) => env,
         Err(error) => {
             print_note(&format!("candle-train: {error}"));
-            return ExitCode::FAILURE;
+            return ExitCode::from(candle_launch::WOULD_FAIL_AGAIN_EXIT_CODE);
         }
     };
     print_line(&match env.master() {

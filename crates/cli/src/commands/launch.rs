@@ -51,6 +51,9 @@ pub(crate) struct LaunchArgs {
     /// Give a host of the host file, or one that this launcher leads, up after this time without a word from it, and it this one [default: 60]
     #[arg(long, value_name = "SECS")]
     silence_secs: Option<f64>,
+    /// Take a secret of fewer than 16 bytes, which who listens in place of the launcher that leads could guess by trying words
+    #[arg(long)]
+    short_secret: bool,
     /// Print what would run where, and start nothing
     #[arg(long)]
     dry_run: bool,
@@ -80,6 +83,7 @@ impl From<LaunchArgs> for LaunchConfig {
             grace_secs: args.grace_secs,
             silence_secs: args.silence_secs,
             wait_notices: WaitNotices::default(),
+            short_secret: args.short_secret,
             dry_run: args.dry_run,
             program: args.program,
         }

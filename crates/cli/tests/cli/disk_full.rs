@@ -267,7 +267,7 @@ fn a_full_stderr_ends_nothing() {
             generate.flag("--prompt", "The").flag("--base-dtype", "q4k"),
             0,
         ),
-        (candle_train("env").variable("WORLD_SIZE", "none"), 1),
+        (candle_train("env").variable("WORLD_SIZE", "none"), 2),
     ] {
         let words = ["sh", "-c", "exec \"$@\" 2>/dev/full", "sh"];
         let outcome = program.under(words.map(String::from).to_vec()).run();

@@ -168,7 +168,7 @@ fn a_loss_out_of_its_range_is_a_warning_keeps_what_there_was_or_ends_the_run() {
         names(&saves),
         ["step-000005", "step-000006.failed", "step-000007.failed"]
     );
-    let goes_on = program.succeeds_with_warnings();
+    let goes_on = program.clone().succeeds_with_warnings();
     let said = "the loss of step 7 is ";
     assert_eq!(
         goes_on.stderr.matches(said).count(),
@@ -182,6 +182,12 @@ fn a_loss_out_of_its_range_is_a_warning_keeps_what_there_was_or_ends_the_run() {
     assert_eq!(
         names(&saves),
         ["step-000005", aside[0], aside[1], "step-000008"]
+    );
+    // Nor does a later start remove it, as long as the loss does not come back.
+    program.flag("--steps", 10).succeeds_with_warnings();
+    assert_eq!(
+        names(&saves),
+        ["step-000005", aside[0], aside[1], "step-000010"]
     );
 }
 

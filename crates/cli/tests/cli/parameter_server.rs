@@ -208,26 +208,56 @@ fn with_a_death(
     change: impl Fn(Program) -> Program,
 ) -> Outcome {
     let (program, _) = replicas(workspace, 3);
-    let program = with_servers(program, 1).flag("--steps", 400);
-    let mut words = vec![env!("CARGO_BIN_EXE_candle-train").to_string()];
-    words.extend(
-        "launch --nproc-per-node 4 --may-lose 1"
-            .split(' ')
-            .map(str::to_string),
-    );
-    let program = change(program).under(words);
-    let mut is_killed = false;
+    let program = change(with_servers(program, 1).flag("--steps", 400));
+    let options = "--nproc-per-node 4 --may-lose 1";
+    signalled(workspace, &program, options, (rank, Signal::SIGKILL))
+}
+
+/// Runs it with these options of the launcher, and sends a rank a signal when there are steps.
+fn signalled(
+    workspace: &Workspace,
+    program: &Program,
+    options: &str,
+    (rank, signal): (usize, Signal),
+) -> Outcome {
+    let words = [env!("CARGO_BIN_EXE_candle-train"), "launch"].into_iter();
+    let words = words.chain(options.split(' ')).map(str::to_string);
+    let program = program.clone().under(words.collect());
+    let mut is_sent = false;
     let outcome = program.run_and(|stderr| {
-        if !is_killed
+        if !is_sent
             && stderr.contains(" loss ")
             && let Some(pid) = workspace.process_of_rank(rank)
         {
-            kill(pid, Signal::SIGKILL).unwrap();
-            is_killed = true;
+            kill(pid, signal).unwrap();
+            is_sent = true;
         }
     });
-    assert!(is_killed);
+    assert!(is_sent);
     outcome
+}
+
+/// Workers are not connected with each other, so all but the servers have heard of it by these only.
+#[test]
+fn a_rank_that_is_stopped_is_named_last_whoever_ends_first() {
+    for (rank, num_servers, is_async) in [(1, 1, false), (2, 2, false), (1, 2, true)] {
+        let workspace = Workspace::new();
+        let (program, _) = replicas(&workspace, 2);
+        let program = with_servers(program, num_servers).flag("--steps", 100_000);
+        let program = program.flag("--rank-timeout", 2);
+        let program = match is_async {
+            true => program.switch("--async"),
+            false => program,
+        };
+        let options = format!("--nproc-per-node {} --grace-secs 1", 2 + num_servers);
+        let outcome = signalled(&workspace, &program, &options, (rank, Signal::SIGSTOP));
+        assert_eq!(outcome.code, Some(85), "{}", outcome.stderr);
+        let last = outcome.stderr.lines().last().unwrap_or_default();
+        let said = format!(
+            "candle-train: rank {rank} is gone: nothing was heard of it for 2 s (says rank "
+        );
+        assert!(last.starts_with(&said), "{}", outcome.stderr);
+    }
 }
 
 #[test]

@@ -63,7 +63,7 @@ fn launch((hosts, host, num_ranks): (&TwoHosts, char, &str), program: &Program) 
     let mut words = hosts.enter(host);
     words.extend([env!("CARGO_BIN_EXE_candle-train"), "launch"].map(str::to_string));
     let rdzv = format!("{}:29512", hosts.address('a'));
-    let options = "--nnodes 1:2 --max-restarts 1 --grace-secs 5 --silence-secs 3";
+    let options = "--short-secret --nnodes 1:2 --max-restarts 1 --grace-secs 5 --silence-secs 3";
     let mut command = Command::new(&words[0]);
     command.args(&words[1..]).args(options.split(' '));
     command.args(["--nproc-per-node", num_ranks, "--rdzv", &rdzv]);

@@ -252,6 +252,22 @@ fn a_stopped_run_whose_checkpoint_cannot_be_saved_says_from_which_it_goes_on() {
 }
 
 #[test]
+fn starts_that_all_end_by_sigterm_keep_as_many_checkpoints_as_they_are_told() {
+    for keep in [1, 2] {
+        let workspace = Workspace::new();
+        let saves = workspace.path("saves");
+        let program = long(&workspace).flag("--save-dir", saves.display());
+        let program = program.flag("--keep", keep).flag("--resume", "latest");
+        for start in 1..=6 {
+            let outcome = signalled_at(&program, "step ", Signal::SIGTERM, Duration::ZERO);
+            assert_eq!(outcome.code, Some(143), "{}", outcome.stderr);
+            let there = names(&saves);
+            assert_eq!(there.len(), (keep + 1).min(start), "{start}: {there:?}");
+        }
+    }
+}
+
+#[test]
 fn the_time_ends_the_run_well() {
     let workspace = Workspace::new();
     let path = workspace.path("metrics.jsonl");

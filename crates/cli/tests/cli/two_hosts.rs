@@ -136,6 +136,26 @@ impl TwoHosts {
         ip(&["-n", &namespace, "link", "set", &link, "down"]).expect("a link to cut");
     }
 
+    /// What host b sends to host a is dropped from now on, without a word.
+    pub fn drop_packets(&self) {
+        let (a, link_a) = (self.namespace('a'), self.link('a'));
+        let address = self.address('a');
+        let of_link = format!("/sys/class/net/{link_a}/address");
+        let mut hardware = Command::new("ip");
+        let hardware = hardware
+            .args(["netns", "exec", &a, "cat", &of_link])
+            .output();
+        let hardware = String::from_utf8(hardware.unwrap().stdout).unwrap();
+        // Known for good, so that nobody asks for it.
+        let neighbour = ["neigh", "replace", &address, "lladdr", hardware.trim()];
+        let link_b = self.link('b');
+        let for_good = ["nud", "permanent", "dev", &link_b];
+        let namespace = self.namespace('b');
+        ip(&[&["-n", &namespace], &neighbour[..], &for_good].concat()).expect("a neighbour");
+        let address = format!("{address}/24");
+        ip(&["-n", &a, "addr", "del", &address, "dev", &link_a]).expect("an address to remove");
+    }
+
     /// Ends all processes on both hosts.
     pub fn kill_all(&self) {
         for host in ['a', 'b'] {

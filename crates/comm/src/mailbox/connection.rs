@@ -74,7 +74,7 @@ impl Connection {
     }
 
     /// Says that nothing will come any more, in this time; false if somebody is writing, perhaps to a peer that does not read.
-    pub fn try_farewell(&self, why: Option<&str>, limit: Duration) -> bool {
+    pub fn try_farewell(&self, farewell: &Frame, limit: Duration) -> bool {
         let mut stream = match self.stream.try_lock() {
             Ok(stream) => stream,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -82,7 +82,7 @@ impl Connection {
         };
         let said = stream
             .set_write_timeout(Some(limit.max(MOMENT)))
-            .and_then(|()| Frame::Farewell(why.map(str::to_string)).write(&mut *stream));
+            .and_then(|()| farewell.write(&mut *stream));
         if said.is_err() {
             self.close();
         }
@@ -114,8 +114,12 @@ impl Connection {
                     tag,
                     tensors,
                 }),
-                Ok(Frame::Farewell(why)) => {
-                    inbox.note_departure(Departure { rank, why });
+                Ok(Frame::Farewell { why, because_of }) => {
+                    inbox.note_departure(Departure {
+                        rank,
+                        why,
+                        because_of: because_of.map(Box::new),
+                    });
                     if self.send(&Frame::Noted).is_err() {
                         break ErrorKind::ConnectionReset.into();
                     }
@@ -136,7 +140,11 @@ impl Connection {
             _ => "it died: its connection closed without a farewell".to_string(),
         });
         // Before whoever is blocked in a write to the peer is woken, and asks why.
-        inbox.note_departure(Departure { rank, why });
+        inbox.note_departure(Departure {
+            rank,
+            why,
+            because_of: None,
+        });
         self.close();
     }
 

@@ -1,6 +1,7 @@
 //! What has come for a rank, in the order in which it came.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -22,6 +23,8 @@ struct Inbound {
     mails: VecDeque<Mail>,
     /// By rank.
     senders: Vec<Sender>,
+    /// The first rank of which it was heard that it failed, and those after it.
+    failed: Vec<usize>,
     /// The owner has left.
     is_closed: bool,
 }
@@ -42,6 +45,7 @@ impl Inbox {
         let state = Inbound {
             mails: VecDeque::new(),
             senders: vec![Sender::default(); world_size],
+            failed: Vec::new(),
             is_closed: false,
         };
         Self {
@@ -94,12 +98,22 @@ impl Inbox {
         self.change(|state| {
             let sender = &mut state.senders[departure.rank];
             sender.is_noted = true;
+            if sender.departure.is_none() && departure.why.is_some() {
+                state.failed.push(departure.rank);
+            }
             sender.departure.get_or_insert(departure);
         });
     }
 
     pub fn departure(&self, rank: usize) -> Option<Departure> {
         self.lock().senders.get(rank)?.departure.clone()
+    }
+
+    /// The end of the first of these ranks that failed.
+    pub fn first_failed(&self, among: Range<usize>) -> Option<Departure> {
+        let state = self.lock();
+        let first = state.failed.iter().find(|rank| among.contains(rank))?;
+        state.senders[*first].departure.clone()
     }
 
     /// The number of ranks that have gone, the owner not among them.

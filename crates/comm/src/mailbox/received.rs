@@ -38,6 +38,15 @@ pub struct Departure {
     pub rank: usize,
     /// Why it is gone; `None` if it has left because it was done.
     pub why: Option<String>,
+    /// The rank because of which it failed, and which failed by itself; `None` if that is this one.
+    pub because_of: Option<Box<Departure>>,
+}
+
+impl Departure {
+    /// The end of the rank that failed first, as far as this one knew.
+    pub fn culprit(&self) -> &Self {
+        self.because_of.as_deref().unwrap_or(self)
+    }
 }
 
 impl std::fmt::Display for Departure {

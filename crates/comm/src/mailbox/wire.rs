@@ -1,13 +1,14 @@
 //! Messages on a connection between two ranks.
 //!
 //! A frame is `u32 kind, u32 head_len` (little endian), the head, and for a message the elements of its tensors one after the other, in
-//! the byte order of the hosts, which is that of all machines that this runs on. Heads are text: that of a farewell says why, that of a
-//! message has its tag and the dtype and dims of each tensor, as `7;f32 2 3;u8 5`.
+//! the byte order of the hosts, which is that of all machines that this runs on. Heads are text: that of a farewell says why, before that, each with a zero byte behind
+//! it, because of which rank, and why that failed; that of a message has its tag and the dtype and dims of each tensor, as `7;f32 2 3;u8 5`.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
 
 use candle_core::{DType, Device, Tensor};
 
+use super::Departure;
 use crate::element::{self, Element, with_element};
 use crate::{bytes, message_of};
 
@@ -25,8 +26,11 @@ pub(super) enum Frame {
     Beat,
     /// A message: its tag, and its tensors, contiguous and on the CPU.
     Mail(u64, Vec<Tensor>),
-    /// "I send nothing any more", because of this, or because all is done.
-    Farewell(Option<String>),
+    /// "I send nothing any more", because of this, or because all is done; and the rank because of which that is so, if I know one.
+    Farewell {
+        why: Option<String>,
+        because_of: Option<Departure>,
+    },
     /// "I have read your farewell", and so all that came before it.
     Noted,
 }
@@ -37,8 +41,13 @@ impl Frame {
         match self {
             Self::Beat => write_head(to, BEAT, b""),
             Self::Noted => write_head(to, NOTED, b""),
-            Self::Farewell(why) => {
-                let text = why.as_deref().unwrap_or_default().as_bytes();
+            Self::Farewell { why, because_of } => {
+                let mut text = why.clone().unwrap_or_default().replace('\0', " ");
+                if let Some(Departure { rank, why, .. }) = because_of {
+                    let why = why.as_deref().unwrap_or_default().replace('\0', " ");
+                    text = format!("{rank}\0{why}\0{text}");
+                }
+                let text = text.as_bytes();
                 write_head(to, FAREWELL, &text[..text.len().min(MAX_HEAD_BYTES)])
             }
             Self::Mail(tag, tensors) => {
@@ -64,8 +73,20 @@ impl Frame {
             BEAT => Ok(Self::Beat),
             NOTED => Ok(Self::Noted),
             FAREWELL => {
-                let why = Some(head.into_owned());
-                Ok(Self::Farewell(why.filter(|why| !why.is_empty())))
+                let some = |words: &str| Some(words.to_string()).filter(|it| !it.is_empty());
+                let parts: Vec<&str> = head.split('\0').collect();
+                let because_of = match parts[..] {
+                    [rank, why, _] => rank.parse().ok().map(|rank| Departure {
+                        rank,
+                        why: some(why),
+                        because_of: None,
+                    }),
+                    _ => None,
+                };
+                Ok(Self::Farewell {
+                    why: parts.last().copied().and_then(some),
+                    because_of,
+                })
             }
             MAIL => read_mail(from, &head, largest()),
             kind => Err(invalid(format!("a frame of kind {kind}"))),

@@ -11,6 +11,25 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::mailbox::{BOTH, Over, boxes, config, left, mail, numbers};
 
+/// Rank 2 knows rank 1 by way of rank 0 alone.
+#[test]
+fn who_fails_because_of_another_rank_tells_of_that_one() {
+    for over in BOTH {
+        let [zero, one, two] = boxes(over, &config());
+        one.fail("its disk\0 is full");
+        left(zero.recv(Some(1), None).unwrap());
+        assert_eq!(zero.blame(2..3), None);
+        let culprit = zero.blame(0..3).unwrap();
+        let why = culprit.why.as_deref().unwrap();
+        assert_eq!((culprit.rank, why.starts_with("its disk")), (1, true));
+        zero.fail("there is no rank 1");
+        let zero = left(two.recv(Some(0), None).unwrap());
+        assert_eq!(zero.why.as_deref(), Some("there is no rank 1"));
+        assert_eq!(zero.culprit(), &culprit);
+        assert_eq!(two.blame(0..1), Some(culprit));
+    }
+}
+
 #[test]
 fn the_end_of_a_rank_comes_after_what_it_sent_and_names_it() {
     for over in BOTH {
@@ -20,7 +39,11 @@ fn the_end_of_a_rank_comes_after_what_it_sent_and_names_it() {
         assert_eq!(mail(zero.recv(None, None).unwrap()).from, 1);
         assert_eq!(
             left(zero.recv(Some(1), None).unwrap()),
-            Departure { rank: 1, why: None }
+            Departure {
+                rank: 1,
+                why: None,
+                because_of: None
+            }
         );
         failed.send(0, 5, &[]).unwrap();
         failed.fail("its disk is full");
@@ -233,7 +256,7 @@ fn strangers_neither_join_nor_delay_the_ranks() {
                     };
                     let said = std::io::Write::write_all(
                         &mut stream,
-                        b"\x89candle\n\x04\0\0\0 and no proof",
+                        b"\x89candle\n\x05\0\0\0 and no proof",
                     );
                     drop(said);
                     open.push(stream);
@@ -245,7 +268,7 @@ fn strangers_neither_join_nor_delay_the_ranks() {
                     .set_read_timeout(Some(Duration::from_secs(5)))
                     .unwrap();
                 let mut answer = Vec::new();
-                // At most the server's proof, after which it hangs up.
+                // At most the server's random bytes and zeros, after which it hangs up.
                 let _ = stream.read_to_end(&mut answer);
                 assert!(answer.len() <= 64, "{} bytes", answer.len());
             }

@@ -2,13 +2,16 @@
 //!
 //! ```text
 //! rank -> server    opening: magic, version of its messages and what for, 32 random bytes
-//! server -> rank    32 random bytes, HMAC-SHA256(secret, "server", opening, these bytes)
+//! server -> rank    32 random bytes
 //! rank -> server    HMAC-SHA256(secret, "rank", opening, the server's bytes)
+//! server -> rank    HMAC-SHA256(secret, "server", opening, the server's bytes), or 32 zeros if the rank's is wrong
 //! ```
-//! (RFC 2104.) A server proves nothing to who has come for something else than it serves, so it is of no use to somebody who pretends to
-//! be a server of another kind. The random bytes are new for each connection, so what somebody heard of an earlier one is of no use, and neither
-//! end can send the other its own proof back. A rank says nothing of itself before it has seen the server's proof. This never
-//! changes, so that ranks of different versions can tell each other so.
+//! (RFC 2104.) The rank goes first: whoever connects to a server gets no byte that depends on the secret before it has shown that it knows
+//! it, so there is nothing to try the words of a dictionary on. One of the two has to go first, so who takes the place of the server gets that of the ranks
+//! that come: that is why [short secrets](Secret::is_short) are refused. A server answers nothing to who has come for something else than it serves, so it is
+//! of no use to somebody who pretends to be a server of another kind. The random bytes are new for each connection, so what somebody heard of an
+//! earlier one is of no use, and neither end can send the other its own proof back. A rank says nothing of itself before it has seen the
+//! server's proof. This never changes, so that ranks of different versions can tell each other so.
 //!
 //! What follows is not encrypted: who can change packets between the hosts is not kept out. But the [`Key`] that both ends have now, and
 //! who passes their words on has not, can seal a message.
@@ -77,13 +80,13 @@ pub(crate) fn as_rank(
     stream.write_all(&opening)?;
     let (mut random, mut proof) = ([0; NUM_RANDOM], [0; PROOF_BYTES]);
     stream.read_exact(&mut random)?;
+    let own = mac(secret, RANK, &opening, &random)?.finalize();
+    stream.write_all(&own.into_bytes())?;
     stream.read_exact(&mut proof)?;
     if !is_proof(&proof, mac(secret, SERVER, &opening, &random)?) {
         let message = "who listens there does not know this run's secret: it is another run, or another program";
         return Err(Error::new(ErrorKind::PermissionDenied, message));
     }
-    let proof = mac(secret, RANK, &opening, &random)?.finalize();
-    stream.write_all(&proof.into_bytes())?;
     key(secret, &opening, &random)
 }
 
@@ -111,14 +114,17 @@ pub(crate) fn as_server(
         return Err(Error::new(ErrorKind::InvalidData, message));
     }
     let random = random_bytes::<NUM_RANDOM>()?;
-    let proof = mac(secret, SERVER, &opening, &random)?.finalize();
-    stream.write_all(&[random, proof.into_bytes().into()].concat())?;
+    stream.write_all(&random)?;
     let mut proof = [0; PROOF_BYTES];
     stream.read_exact(&mut proof)?;
     if !is_proof(&proof, mac(secret, RANK, &opening, &random)?) {
+        // So that it knows why: a server that is busy hangs up, too.
+        stream.write_all(&[0; PROOF_BYTES])?;
         let message = "it does not know the run's secret";
         return Err(Error::new(ErrorKind::PermissionDenied, message));
     }
+    let proof = mac(secret, SERVER, &opening, &random)?.finalize();
+    stream.write_all(&proof.into_bytes())?;
     let key = key(secret, &opening, &random)?;
     Ok((version & !PURPOSE_BITS, key))
 }

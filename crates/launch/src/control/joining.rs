@@ -74,12 +74,13 @@ impl Joining<'_> {
     /// Tries until the time to join is over.
     fn persist(&mut self) -> Result<Arc<Link>> {
         let mut pause = Duration::from_millis(20);
+        let (host, port) = &self.config.master;
+        self.wait.say(format!("for rank 0 at {host}:{port}"));
         loop {
             let last = match self.attempt() {
                 Ok(met) => return met,
                 Err(error) => error,
             };
-            let (host, port) = &self.config.master;
             self.wait
                 .say(format!("for rank 0 at {host}:{port} ({last})"));
             let (time, limit) = (self.begun.elapsed(), self.config.join_timeout);
@@ -161,9 +162,11 @@ impl Joining<'_> {
         handshake::as_rank(&mut timed, &self.config.secret, version)?;
         stream.write_all(&wire::frame(&Hello::new(self.config), &[])?)?;
         let limit = self.config.join_timeout + LAST_WORD;
-        timed.extend(limit.saturating_sub(self.begun.elapsed()));
         let mut reader = BufReader::new(timed);
         loop {
+            // Rank 0 says several times a second who is missing.
+            let rest = limit.saturating_sub(self.begun.elapsed());
+            reader.get_mut().extend(rest.min(self.config.rank_timeout));
             match wire::read(&mut reader, Limits::RANK)?.0 {
                 ToRank::Waiting { missing } => self.wait_for(missing),
                 ToRank::Welcome { host } => {

@@ -11,10 +11,10 @@ use std::ops::Range;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use super::server::{HANDSHAKE, Serving, Strangers};
+use super::server::{HANDSHAKE, Serving, Strangers, rank_list};
 use super::wire::{self, Limits, Timed};
 use super::{Control, ControlConfig, handshake};
-use crate::{Error, Result, Secret};
+use crate::{Error, Result, Secret, SpokenWait};
 
 impl Control {
     /// Connects this rank with the first `num_serving` ranks, and these with all others: a stream to each rank that it is connected
@@ -26,6 +26,8 @@ impl Control {
         let config = &self.link.config;
         let (rank, world_size) = (config.rank, config.world_size);
         let until = Instant::now() + config.join_timeout;
+        let who = format!("rank {rank} on host {}", config.host);
+        let wait = SpokenWait::begin(config.wait_notices, &who);
         let unable = |error: io::Error| {
             Error::Join(format!(
                 "rank {rank} on host {} cannot be connected with the other ranks: {error}",
@@ -46,6 +48,7 @@ impl Control {
         )?;
         let mut streams = BTreeMap::new();
         for (peer, said) in said.iter().enumerate().take(rank.min(num_serving)) {
+            wait.say(format!("for a connection to rank {peer}"));
             let stream = connect(peer, said, config, until);
             streams.insert(peer, stream.map_err(unable)?);
         }
@@ -53,7 +56,8 @@ impl Control {
             let missing = expected.clone().filter(|peer| !streams.contains_key(peer));
             missing.collect::<Vec<_>>()
         };
-        while let [first, others @ ..] = missing(&streams).as_slice() {
+        while let missing @ [first, others @ ..] = missing(&streams).as_slice() {
+            wait.say(format!("for connections of {}", rank_list(missing)));
             let rest = until.saturating_duration_since(Instant::now());
             let Ok((peer, stream)) = arrived.recv_timeout(rest) else {
                 let message = format!("rank {first} and {} others did not come", others.len());
@@ -61,6 +65,7 @@ impl Control {
             };
             streams.insert(peer, stream);
         }
+        wait.say(String::new());
         // Who is connected expects to hear of the others, which they do not say before they are.
         self.gather("connected", b"")?;
         // A rank that heard nothing in time has come again, and hung up where it was before.

@@ -53,7 +53,7 @@ impl Server {
             listener,
             config.world_size,
             move |stream| meeting.meet(stream),
-            move |(rank, reader)| listening.listen(rank, reader),
+            move |admitted| listening.listen(admitted),
         )?;
         spawn("control-watch", move || {
             while let Some(pause) = watching.tick() {
@@ -97,6 +97,13 @@ fn allow_connections(world_size: usize) -> io::Result<()> {
     Ok(())
 }
 
+/// A rank that was let in, on the connection of this number.
+struct Admitted {
+    rank: usize,
+    connection: u64,
+    reader: BufReader<Timed>,
+}
+
 /// What the server's threads share. Nothing is written or read under the lock, only queued.
 struct Hub {
     secret: Secret,
@@ -106,31 +113,41 @@ struct Hub {
 }
 
 impl Hub {
-    /// Finds out who has connected; returns its rank if it is let in.
-    fn meet(&self, stream: TcpStream) -> io::Result<(usize, BufReader<Timed>)> {
+    /// Finds out who has connected, and lets it in if that is right.
+    fn meet(&self, stream: TcpStream) -> io::Result<Admitted> {
         let mut timed = Timed::new(&stream, HANDSHAKE)?;
         let (version, _) = handshake::as_server(&mut timed, &self.secret, Purpose::Control)?;
         let mut reader = BufReader::new(timed);
         let (hello, _): (Hello, _) = wire::read(&mut reader, Limits::STRANGER)?;
         let rank = hello.rank;
         let outbox = Outbox::start(stream)?;
-        if !self.event(|run, now| run.admit(hello, version, outbox, now)) {
+        let admitted = self.event(|run, now| run.admit(hello, version, outbox, now));
+        let Some(connection) = admitted else {
             let message = format!("rank {rank} is not let in");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
-        }
+        };
         reader.get_mut().lift()?;
-        Ok((rank, reader))
+        Ok(Admitted {
+            rank,
+            connection,
+            reader,
+        })
     }
 
     /// Listens to a rank that is in.
-    fn listen(&self, rank: usize, mut reader: BufReader<Timed>) {
+    fn listen(&self, admitted: Admitted) {
+        let Admitted {
+            rank,
+            connection,
+            mut reader,
+        } = admitted;
         let why = loop {
             match wire::read::<FromRank>(&mut reader, Limits::RANK) {
                 Ok((message, body)) => self.event(|run, now| run.hear(rank, message, body, now)),
                 Err(error) => break error,
             }
         };
-        self.event(|run, now| run.lose(rank, &why, now));
+        self.event(|run, now| run.lose(rank, connection, &why, now));
     }
 
     fn tick(&self) -> Option<Duration> {

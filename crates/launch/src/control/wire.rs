@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use super::spawn;
 
 /// The version of the messages.
-pub(super) const VERSION: u32 = 4;
+pub(super) const VERSION: u32 = 5;
 
 /// How much a frame may hold.
 #[derive(Clone, Copy)]

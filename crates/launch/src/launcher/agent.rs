@@ -27,6 +27,8 @@ pub use rank::become_rank;
 
 /// Processes that outlive all ranks of the host have this long after SIGTERM.
 const LEFTOVER_GRACE: Duration = Duration::from_secs(1);
+/// How long the front may take to say what to run, which it does at once.
+const PLAN_DEADLINE: Duration = Duration::from_secs(60);
 /// The time between two looks at outputs of ranks that have ended.
 const OUTPUT_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -81,12 +83,14 @@ fn call_front(front: &str) -> std::io::Result<()> {
 fn run(sender: Sender<Event>, events: &Receiver<Event>, reports: &Sender<Report>) -> Result<()> {
     process_tree::adopt_orphans()?;
     read_commands(sender.clone());
-    let Some(Command::Plan(plan)) = next_command(events)? else {
+    let Some(Command::Plan(plan)) = next_command(events, PLAN_DEADLINE)? else {
         return Ok(());
     };
     check(&plan)?;
     let _ = reports.send(Report::Ready);
-    if !matches!(next_command(events)?, Some(Command::Start)) {
+    // A front on this host may be suspended; its end is seen.
+    let silence = plan.silence_ms.map_or(Duration::MAX, Duration::from_millis);
+    if !matches!(next_command(events, silence)?, Some(Command::Start)) {
         return Ok(());
     }
     // By the main thread: the kernel kills ranks when the thread that started them ends.
@@ -104,10 +108,10 @@ fn run(sender: Sender<Event>, events: &Receiver<Event>, reports: &Sender<Report>
     Ok(())
 }
 
-/// What the front says next; `None` if it is gone.
-fn next_command(events: &Receiver<Event>) -> Result<Option<Command>> {
+/// What the front says next; `None` if it is gone, or says nothing for so long.
+fn next_command(events: &Receiver<Event>, silence: Duration) -> Result<Option<Command>> {
     loop {
-        match events.recv() {
+        match events.recv_timeout(silence) {
             // Other hosts take their time.
             Ok(Event::Command(Command::Alive)) => {}
             Ok(Event::Command(command)) => return Ok(Some(command)),

@@ -2,10 +2,10 @@
 
 use std::fs::File;
 use std::io::{Error, ErrorKind, Read, Result, Write, copy, stdin, stdout};
-use std::net::{Shutdown, TcpStream};
+use std::net::{Shutdown, TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::socket::{setsockopt, sockopt};
 use serde::de::DeserializeOwned;
@@ -20,7 +20,7 @@ use crate::control::wire::{self, Limits, Timed};
 use crate::rank_env::given_secret;
 
 /// The version of the messages.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 /// Of a launcher that another version leads: nothing was started.
 const OTHER_VERSION_EXIT_CODE: u8 = 2;
 /// How long either end waits for the other.
@@ -37,7 +37,7 @@ pub(super) enum Caller {
     Shell { host: String, command: String },
 }
 
-/// What a host that has called is told, once.
+/// What a host that has called is told, once; before, that the launcher that leads lives.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Order {
     /// Run this in a shell; from now on the connection is its stdin and stdout.
@@ -71,8 +71,9 @@ pub(super) fn call(front: &str, secret: &Secret, caller: &Caller) -> Result<Call
 /// # Errors
 /// Nobody is there, or somebody who does not know it.
 pub(super) fn meet(front: &str, secret: &Secret) -> Result<Call> {
-    let stream = TcpStream::connect(front)?;
-    let mut timed = Timed::new(&stream, PATIENCE)?;
+    let until = Instant::now() + PATIENCE;
+    let stream = connect(front)?;
+    let mut timed = Timed::new(&stream, until.saturating_duration_since(Instant::now()))?;
     let version = (Purpose::Launcher, VERSION);
     let key = handshake::as_rank(&mut timed, secret, version)?;
     timed.lift()?;
@@ -80,9 +81,22 @@ pub(super) fn meet(front: &str, secret: &Secret) -> Result<Call> {
     Ok(Call { stream, key })
 }
 
+/// Connects with one of the addresses of `HOST:PORT`, each of which has its share of the time: where packets are dropped no answer comes at all.
+fn connect(front: &str) -> Result<TcpStream> {
+    let addresses: Vec<_> = front.to_socket_addrs()?.collect();
+    let mut last = Error::new(ErrorKind::NotFound, "the name has no address");
+    for address in &addresses {
+        match TcpStream::connect_timeout(address, PATIENCE / addresses.len() as u32) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
 /// As [`call`] with the secret that this process has been told.
 pub(super) fn call_as_told(front: &str, caller: &Caller) -> Result<Call> {
-    let secret = given_secret().map_err(Error::other)?;
+    let secret = given_secret(false).map_err(Error::other)?;
     call(
         front,
         &secret.ok_or_else(|| Error::other("there is no secret"))?,
@@ -161,9 +175,17 @@ impl Order {
         host.say(ORDER, self)
     }
 
-    /// Waits for it.
-    pub(super) fn receive(front: &Call) -> Result<Self> {
-        front.hear(ORDER, &mut &front.stream)
+    /// Tells a host that there is none yet, and that this process lives.
+    pub(super) fn send_none(host: &Call) -> Result<()> {
+        host.say(ORDER, &None::<Self>)
+    }
+
+    /// Waits for the next word, at most so long: the order, or that there is none yet.
+    pub(super) fn receive(front: &Call, limit: Duration) -> Result<Option<Self>> {
+        let mut timed = Timed::new(&front.stream, limit)?;
+        let order = front.hear(ORDER, &mut timed)?;
+        timed.lift()?;
+        Ok(order)
     }
 }
 

@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use super::rendezvous_address::RendezvousAddress;
 use crate::WaitNotices;
+use crate::rank_env::SHORT_SECRET;
 
 /// How many hosts a run may have, MIN:MAX, or one number for both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,10 +59,17 @@ pub struct LaunchConfig {
     pub silence_secs: Option<f64>,
     /// When this launcher says for which hosts it waits.
     pub wait_notices: WaitNotices,
+    /// Whether a secret of fewer than 16 bytes is meant: see [`Secret::is_short`](crate::Secret::is_short).
+    pub short_secret: bool,
     /// Whether to print what would run where, and start nothing.
     pub dry_run: bool,
     /// The program and its arguments.
     pub program: Vec<String>,
+}
+
+/// What processes are told that read the secret, too, if a short one is meant.
+pub(super) fn secret_variable(is_short_meant: bool) -> Option<(&'static str, &'static str)> {
+    is_short_meant.then_some((SHORT_SECRET, "1"))
 }
 
 impl LaunchConfig {

@@ -20,7 +20,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 
-use super::config::LaunchConfig;
+use super::config::{LaunchConfig, secret_variable};
 use super::host::Host;
 use super::host_plan::HostPlan;
 use super::layout::Layout;
@@ -176,6 +176,7 @@ impl Front<'_> {
         let door = self.door.insert(door);
         let secret = (!door.is_secret_given()).then_some(&door.secret);
         let mut command = mpi.command(&door.address, secret);
+        command.envs(secret_variable(self.config.short_secret));
         command.stdin(Stdio::null()).stdout(Stdio::piped());
         let name = mpi.words[0].clone();
         let process = Process::start(&mut command, &format!("[{name}] "))?;

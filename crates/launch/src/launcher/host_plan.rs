@@ -14,6 +14,9 @@ pub(super) struct HostPlan {
     /// The command that runs commands there; none for this host.
     #[serde(skip)]
     pub(super) via: Option<Vec<String>>,
+    /// Whether the process that is started for it here may take a short secret.
+    #[serde(skip)]
+    pub(super) short_secret: bool,
     /// The program, as the user wrote it.
     pub(super) program: String,
     /// Its arguments.

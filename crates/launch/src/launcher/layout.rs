@@ -74,8 +74,7 @@ impl Layout {
         let grace_ms = |default| milliseconds("--grace-secs", config.grace_secs, default, 0.0);
         let after_failure = grace_ms(GRACE_AFTER_FAILURE_SECS)?;
         let after_signal = grace_ms(GRACE_AFTER_SIGNAL_SECS)?;
-        let silence = (config.silence_secs, SILENCE_SECS);
-        let silence_ms = milliseconds("--silence-secs", silence.0, silence.1, MIN_SILENCE_SECS)?;
+        let silence_ms = silence_ms(config)?;
         let folder = current_folder()?;
         let world_size = hosts.iter().map(|host| host.num_ranks).sum::<usize>();
         let mut plans = Vec::new();
@@ -98,6 +97,7 @@ impl Layout {
             let plan = HostPlan {
                 host: host.name.clone(),
                 via: (!host.is_here).then(|| via.clone()),
+                short_secret: config.short_secret,
                 program: program.clone(),
                 args: args.to_vec(),
                 folder: folder.clone(),
@@ -127,6 +127,12 @@ impl Layout {
             grace_after_signal: Duration::from_millis(after_signal),
         })
     }
+}
+
+/// How long a launcher and what it leads on another host wait for a word of each other.
+pub(super) fn silence_ms(config: &LaunchConfig) -> Result<u64> {
+    let given = config.silence_secs;
+    milliseconds("--silence-secs", given, SILENCE_SECS, MIN_SILENCE_SECS)
 }
 
 /// A time given in seconds, or its default.

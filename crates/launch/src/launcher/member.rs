@@ -11,13 +11,14 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use super::call::{Call, Caller, Order, call};
-use super::config::LaunchConfig;
+use super::config::{LaunchConfig, secret_variable};
 use super::end::LOST_HOST_EXIT_CODE;
 use super::front::Outcome;
 use super::host::Host;
+use super::layout::silence_ms;
 use super::{process_tree, signals, thread};
 use crate::secret::random_bytes;
-use crate::{Error, Result, Secret, SpokenWait};
+use crate::{Error, Result, Secret, SpokenWait, WaitNotices};
 
 /// How long the launcher that leads may be late.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -45,6 +46,7 @@ pub(super) fn serve(config: &LaunchConfig, front: &str, secret: &Secret) -> Resu
     };
     let wait = SpokenWait::begin(config.wait_notices, "candle-train: this host");
     wait.say(format!("for the launcher that leads this run at {front}"));
+    let silence = Duration::from_millis(silence_ms(config)?);
     let (mut was_there, mut was_needed) = (false, false);
     let mut until = Instant::now() + PATIENCE;
     loop {
@@ -55,12 +57,20 @@ pub(super) fn serve(config: &LaunchConfig, front: &str, secret: &Secret) -> Resu
         was_there |= called.is_ok();
         let is_there = called.is_ok();
         wait.say(match &called {
-            Ok(_) if was_needed => String::new(),
+            Ok(_) if was_needed => {
+                format!("for word of the launcher at {front}, which leads this run")
+            }
             Ok(_) => format!("until the launcher at {front}, which leads this run, needs it"),
             Err(error) => format!("for the launcher that leads this run at {front} ({error})"),
         });
         let begin = Instant::now();
-        let waited = called.and_then(|call| line.wait(call));
+        // While it leads ranks here there is nothing to wait for but its next word.
+        let on_word = || {
+            if was_needed {
+                wait.restart();
+            }
+        };
+        let waited = called.and_then(|call| line.wait(call, silence, on_word));
         // One that hangs up at once, without ever an order, does not lead this host.
         if is_there && was_needed || begin.elapsed() > ABSENCE {
             until = Instant::now() + ABSENCE;
@@ -72,10 +82,11 @@ pub(super) fn serve(config: &LaunchConfig, front: &str, secret: &Secret) -> Resu
         match waited {
             Ok((Order::Run(command), stream)) => {
                 was_needed = true;
+                wait.restart();
                 until = Instant::now() + ABSENCE;
                 // An earlier start of the ranks is over.
                 process_tree::kill_descendants();
-                run(&command, stream)
+                run(&command, stream, config)
                     .map_err(|error| Error::Launch(format!("cannot start a shell: {error}")))?;
             }
             Ok((Order::End(code, sentence), _)) => {
@@ -110,13 +121,24 @@ struct Line {
 }
 
 impl Line {
-    fn wait(&self, call: Call) -> std::io::Result<(Order, TcpStream)> {
+    /// Waits for an order, as long as there is a word from the launcher that leads in each such time.
+    fn wait(
+        &self,
+        call: Call,
+        silence: Duration,
+        on_word: impl Fn(),
+    ) -> std::io::Result<(Order, TcpStream)> {
         let clone = call.stream.try_clone()?;
         *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(clone);
         if self.is_leaving() {
             call.stream.shutdown(Shutdown::Both)?;
         }
-        Ok((Order::receive(&call)?, call.stream))
+        loop {
+            match Order::receive(&call, silence)? {
+                Some(order) => return Ok((order, call.stream)),
+                None => on_word(),
+            }
+        }
     }
 
     fn is_leaving(&self) -> bool {
@@ -144,10 +166,11 @@ impl Line {
 }
 
 /// Starts a shell whose stdin and stdout are the connection. Nobody waits for it: what it starts may outlive it.
-fn run(command: &str, stream: TcpStream) -> std::io::Result<()> {
+fn run(command: &str, stream: TcpStream, config: &LaunchConfig) -> std::io::Result<()> {
     let input = OwnedFd::from(stream.try_clone()?);
     Command::new("sh")
         .args(["-c", command])
+        .envs(secret_variable(config.short_secret))
         .stdin(Stdio::from(input))
         .stdout(Stdio::from(OwnedFd::from(stream)))
         // A terminal's Ctrl-C is for this launcher, which leaves well.
@@ -158,6 +181,8 @@ fn run(command: &str, stream: TcpStream) -> std::io::Result<()> {
 
 /// Lets what was started here end, and kills it after this time.
 fn end(limit: Duration) {
+    let wait = SpokenWait::begin(WaitNotices::default(), "candle-train: this host");
+    wait.say("for what was started here to end".to_string());
     let begin = Instant::now();
     while process_tree::reap() && begin.elapsed() < limit {
         std::thread::sleep(process_tree::KILL_INTERVAL);

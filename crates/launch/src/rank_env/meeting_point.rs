@@ -13,6 +13,8 @@ const DERIVED_PORTS: std::ops::Range<u16> = 20000..32000;
 /// The run's secret, and the file that has it.
 const SECRET: &str = "CANDLE_TRAIN_RUN_TOKEN";
 const SECRET_FILE: &str = "CANDLE_TRAIN_RUN_TOKEN_FILE";
+/// Set to 1 if a secret is meant to be short.
+pub(crate) const SHORT_SECRET: &str = "CANDLE_TRAIN_SHORT_SECRET";
 
 /// Address and port of rank 0, as far as known, and the run's secret.
 #[derive(Debug, Clone)]
@@ -27,7 +29,7 @@ pub(super) struct MeetingPoint {
 impl MeetingPoint {
     pub(super) fn read(vars: &Variables, identity: &Identity) -> Result<Self> {
         let job = job_name(vars, identity.started_by);
-        let given = given_secret(vars)?;
+        let given = given_secret(vars, false)?;
         // A process that is alone meets nobody, so what others have set for themselves may be anything: Kubernetes sets the port of a service
         // called "master" to a URL.
         let is_alone = identity.world_size == 1;
@@ -51,22 +53,31 @@ impl MeetingPoint {
     }
 }
 
-/// The secret that the user or the launcher has given, if one is.
+/// The secret that the user or the launcher has given, if one is; a short one only if that or the environment says that it is meant.
 ///
 /// # Errors
-/// It is empty; its file cannot be read, or others can read it too.
-pub(super) fn given_secret(vars: &Variables) -> Result<Option<Secret>> {
+/// It is empty or short; its file cannot be read, or others can read it too.
+pub(super) fn given_secret(vars: &Variables, is_short_meant: bool) -> Result<Option<Secret>> {
     let (variable, secret) = match (vars.even_empty(SECRET), vars.even_empty(SECRET_FILE)) {
         (Some(secret), _) => (SECRET.to_string(), secret),
         (None, Some(path)) => (format!("{SECRET_FILE}={path}"), read_secret(&path)?),
         (None, None) => return Ok(None),
     };
-    match secret.trim() {
-        "" => Err(Error::Environment(format!(
-            "{variable}: expected a secret, got nothing"
-        ))),
-        secret => Ok(Some(secret.into())),
+    let secret = Secret::from(secret.trim());
+    let num_bytes = secret.as_str().len();
+    if num_bytes == 0 {
+        let what = format!("{variable}: expected a secret, got nothing");
+        return Err(Error::Environment(what));
     }
+    let is_short_meant = is_short_meant || vars.get(SHORT_SECRET).as_deref() == Some("1");
+    if secret.is_short() && !is_short_meant {
+        return Err(Error::Environment(format!(
+            "{variable}: expected a secret of at least 16 bytes, got {num_bytes}, which others may guess\n\
+             hint: make one by `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, the same for all; if this one is meant, \
+             `candle-train launch --short-secret`, or {SHORT_SECRET}=1 for ranks that something else starts"
+        )));
+    }
+    Ok(Some(secret))
 }
 
 fn read_secret(path: &str) -> Result<String> {

@@ -132,14 +132,17 @@ fn two_runs_differ_in_their_tokens() {
 #[test]
 fn our_own_launcher() {
     let own = [
-        ("CANDLE_TRAIN_RUN_TOKEN", "a1b2"),
+        ("CANDLE_TRAIN_RUN_TOKEN", "0123456789abcdef"),
         ("CANDLE_TRAIN_RESTART_COUNT", "0"),
         ("CANDLE_TRAIN_HOST", "gpu7"),
     ];
     let plain: Vec<_> = TORCHRUN[..6].to_vec();
     let env = read(&with(&plain, &own)).unwrap();
     assert_eq!(env.started_by(), StartedBy::CandleTrain);
-    assert_eq!((env.secret().as_str(), env.is_guessable()), ("a1b2", false));
+    assert_eq!(
+        (env.secret().as_str(), env.is_guessable()),
+        ("0123456789abcdef", false)
+    );
     assert_eq!(env.host(), "gpu7");
     assert_eq!(env.master().unwrap(), ("10.0.0.1".to_string(), 29500));
 }
@@ -159,17 +162,20 @@ fn variables_by_hand() {
 #[test]
 fn a_secret_is_given_by_a_variable_or_by_a_file_that_nobody_else_can_read() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
-    file.write_all(b"  from the file\n").unwrap();
+    file.write_all(b"  from the file of the run\n").unwrap();
     let path = file.path().to_str().unwrap().to_string();
     let named = with(&TORCHRUN, &[("CANDLE_TRAIN_RUN_TOKEN_FILE", path.as_str())]);
     let env = read(&named).unwrap();
     assert_eq!(
         (env.secret().as_str(), env.is_guessable()),
-        ("from the file", false)
+        ("from the file of the run", false)
     );
     assert_eq!(env.started_by(), StartedBy::Torchrun);
-    let both = with(&named, &[("CANDLE_TRAIN_RUN_TOKEN", "given")]);
-    assert_eq!(read(&both).unwrap().secret().as_str(), "given");
+    let both = with(&named, &[("CANDLE_TRAIN_RUN_TOKEN", "given by a variable")]);
+    assert_eq!(
+        read(&both).unwrap().secret().as_str(),
+        "given by a variable"
+    );
     let empty = error(&with(&TORCHRUN, &[("CANDLE_TRAIN_RUN_TOKEN", " ")]));
     assert_eq!(
         empty,
@@ -180,14 +186,39 @@ fn a_secret_is_given_by_a_variable_or_by_a_file_that_nobody_else_can_read() {
         file.as_file().set_permissions(permissions).unwrap();
         let refused = error(&named);
         assert!(refused.contains(&format!("(mode {mode:o})")), "{refused}");
-        assert!(refused.contains(&path) && !refused.contains("from the file"));
+        assert!(refused.contains(&path) && !refused.contains("from the file of the run"));
     }
     file.as_file()
         .set_permissions(std::fs::Permissions::from_mode(0o400))
         .unwrap();
-    assert_eq!(read(&named).unwrap().secret().as_str(), "from the file");
+    assert_eq!(
+        read(&named).unwrap().secret().as_str(),
+        "from the file of the run"
+    );
     drop(file);
     assert!(error(&named).contains(&path));
+}
+
+#[test]
+fn a_short_secret_is_refused_unless_it_is_meant() {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(b"fifteen bytes..\n").unwrap();
+    let path = file.path().to_str().unwrap();
+    let by_file = ("CANDLE_TRAIN_RUN_TOKEN_FILE", path);
+    for given in [("CANDLE_TRAIN_RUN_TOKEN", "fifteen bytes.."), by_file] {
+        let short = with(&TORCHRUN, &[given]);
+        let refused = error(&short);
+        let said =
+            ": expected a secret of at least 16 bytes, got 15, which others may guess\nhint: ";
+        assert!(
+            refused.contains(given.0) && refused.contains(said),
+            "{refused}"
+        );
+        assert!(!refused.contains("fifteen"), "{refused}");
+        let meant = with(&short, &[("CANDLE_TRAIN_SHORT_SECRET", "1")]);
+        assert_eq!(read(&meant).unwrap().secret().as_str(), "fifteen bytes..");
+        error(&with(&short, &[("CANDLE_TRAIN_SHORT_SECRET", "0")]));
+    }
 }
 
 #[test]

@@ -166,6 +166,46 @@ fn an_observer_stops_the_run_and_another_one_goes_on() {
     assert!(weights(&dir.path().join("whole")) == weights(&dir.path().join("at-once")));
 }
 
+/// Six starts that are each stopped after their second step leave no more checkpoints than one long one.
+#[test]
+fn starts_that_are_all_stopped_keep_as_many_checkpoints_as_they_are_told() {
+    for keep in [1, 2] {
+        let dir = tempdir().unwrap();
+        let saves = dir.path().join("saves");
+        let num_checkpoints = || {
+            fs::read_dir(&saves).map_or(0, |dir| {
+                dir.flatten()
+                    .filter(|it| it.file_name().to_string_lossy().starts_with("step-"))
+                    .count()
+            })
+        };
+        for start in 1..=6 {
+            let mut num_steps = 0;
+            let observe = |event: &RunEvent| {
+                let RunEvent::Train(TrainEvent::Step(_)) = event else {
+                    return ControlFlow::Continue(());
+                };
+                num_steps += 1;
+                // After the first step there are as many as are kept, and one more may be left from the start before.
+                let most = if num_steps > 1 { keep } else { keep + 1 };
+                let there = num_checkpoints();
+                assert!(there <= most, "start {start}, step {num_steps}: {there}");
+                if num_steps < 2 {
+                    return ControlFlow::Continue(());
+                }
+                ControlFlow::Break(())
+            };
+            let mut run = finetune(&dir.path().join("out")).steps(100);
+            run.training.checkpoints.save_dir = Some(saves.clone());
+            run.training.checkpoints.keep = keep;
+            run.training.checkpoints.resume = Some("latest".into());
+            let trained = run.train_with(Observers::none().and(observe)).unwrap();
+            assert!(trained.is_stopped && num_steps >= 2, "{trained:?}");
+            assert_eq!(num_checkpoints(), start.min(keep + 1), "start {start}");
+        }
+    }
+}
+
 /// An observer that fails is told no more, and the run goes on.
 #[test]
 fn an_observer_that_fails_ends_nothing() {

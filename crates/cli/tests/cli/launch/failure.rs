@@ -118,14 +118,45 @@ fn only_peers_of_a_failed_rank() {
     assert_eq!(ended.code, Some(i32::from(PEER_FAILED_EXIT_CODE)));
     let sentence = ended.sentence();
     assert!(
-        sentence
-            .contains("ended because another rank failed (exit code 85), but no rank started here"),
+        sentence.contains(
+            "ended because another rank failed (exit code 85), but none failed by itself"
+        ),
         "{sentence}"
     );
     assert!(
-        sentence.contains("    rank 7 died\nhint: see what the launchers on the other hosts print"),
+        sentence.contains("    rank 7 died\nhint: exit code 85 says that another rank failed"),
         "{sentence}"
     );
+}
+
+/// The others fail in ways of their own, one of them at once, and one knows whose fault it is.
+#[test]
+fn the_rank_that_another_one_blames_is_named() {
+    let script = format!(
+        "case $RANK in
+         0) sleep 0.2; echo 'rank 0 on host a stops: rank 2 is gone: its disk is full' >&2; exit {PEER_FAILED_EXIT_CODE} ;;
+         1) sleep {{LATE}}; exit 6 ;;
+         2) {{CULPRIT}} ;;
+         esac"
+    );
+    let run = |late: &str, culprit: &str| {
+        let script = script.replace("{LATE}", late).replace("{CULPRIT}", culprit);
+        run_script(3, &["--grace-secs", "1"], &script)
+    };
+    let ended = run("0.1", "sleep 0.4; exit 5");
+    assert_eq!(ended.code, Some(5), "{}", ended.err);
+    let sentence = ended.sentence();
+    assert!(
+        sentence.starts_with("candle-train: rank 2 (host "),
+        "{sentence}"
+    );
+    // One that does not end by itself.
+    let ended = run("0.4", "exec sleep 1000");
+    assert_eq!(ended.code, Some(i32::from(PEER_FAILED_EXIT_CODE)));
+    let sentence = ended.sentence();
+    let said = "candle-train: rank 2 is gone: its disk is full (says rank 0 (host ";
+    assert!(sentence.starts_with(said), "{sentence}");
+    assert!(!sentence.contains("other hosts"), "{sentence}");
 }
 
 #[test]

@@ -17,7 +17,7 @@ impl Hosts {
     pub(super) fn new() -> Self {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let secret = NamedTempFile::new().unwrap();
-        std::fs::write(secret.path(), "hush\n").unwrap();
+        std::fs::write(secret.path(), "hush, hush, hush\n").unwrap();
         Self {
             rdzv: listener.local_addr().unwrap().to_string(),
             secret,
@@ -44,6 +44,7 @@ impl Hosts {
             &self.rdzv,
         ];
         let quick: &[&str] = match options.contains(&"--grace-secs") {
+            true if options.contains(&"--silence-secs") => &[],
             true => &["--silence-secs", "3"],
             false => &["--grace-secs", "1", "--silence-secs", "3"],
         };
@@ -66,13 +67,13 @@ impl Hosts {
         self.folder.path().join(name).exists()
     }
 
-    fn touch(&self, name: &str) {
+    pub(super) fn touch(&self, name: &str) {
         std::fs::write(self.folder.path().join(name), "").unwrap();
     }
 }
 
 /// Says which rank it is, and where, and ends when there is a file `end`; asked to stop, it says that it saves.
-const RANK: &str = "echo $CANDLE_TRAIN_RESTART_COUNT $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE on $CANDLE_TRAIN_HOST $CANDLE_TRAIN_RUN_TOKEN_FILE.\n\
+pub(super) const RANK: &str = "echo $CANDLE_TRAIN_RESTART_COUNT $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE on $CANDLE_TRAIN_HOST $CANDLE_TRAIN_RUN_TOKEN_FILE.\n\
     trap 'echo saves; exit 143' TERM; touch up-$CANDLE_TRAIN_RESTART_COUNT-$RANK\n\
     until [ -e end ]; do sleep 0.02; done";
 
@@ -380,6 +381,54 @@ fn a_signal_while_hosts_change_lets_ranks_save() {
 }
 
 #[test]
+fn a_short_secret_is_refused_unless_all_launchers_are_told_that_it_is_meant() {
+    let hosts = Hosts::new();
+    std::fs::write(hosts.secret.path(), "hush").unwrap();
+    let token = |command: &mut Command| {
+        command.env("CANDLE_TRAIN_RUN_TOKEN_FILE", hosts.secret.path());
+    };
+    let options = [
+        "--nproc-per-node",
+        "1",
+        "--nnodes",
+        "2",
+        "--rdzv",
+        &hosts.rdzv,
+    ];
+    let args = [&options[..], &["true"]].concat();
+    let refused = start_in(TempDir::new().unwrap(), &args, &token).wait();
+    assert_eq!(refused.code, Some(2), "{}", refused.err);
+    let said = ": expected a secret of at least 16 bytes, got 4, which others may guess";
+    assert!(refused.err.contains(said), "{}", refused.err);
+    assert!(refused.err.contains("--short-secret"), "{}", refused.err);
+    // Launchers, what reaches the other host, and ranks.
+    let program = concat!(env!("CARGO_BIN_EXE_candle-train"), " env");
+    let first = hosts.start("a", 1, "2", &["--short-secret"], program);
+    let second = hosts.start("b", 1, "2", &["--short-secret"], program);
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let lines = ended.sorted_lines();
+    for (rank, host) in ["a", "b"].iter().enumerate() {
+        let said = format!("[rank {rank}] rank {rank} of 2 on {host} ");
+        assert!(lines[rank].starts_with(&said), "{lines:?}");
+    }
+    assert_eq!(second.wait().code, Some(0));
+    // A rank that something else starts.
+    let rank = |meant: Option<&str>| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_candle-train"));
+        token(&mut command);
+        command.args(["finetune", "--model", "nowhere", "--data", "nowhere"]);
+        command.envs(meant.map(|meant| ("CANDLE_TRAIN_SHORT_SECRET", meant)));
+        let ended = command.output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+        assert_eq!(ended.status.code(), Some(2), "{said}");
+        said
+    };
+    assert!(rank(None).contains(said), "{}", rank(None));
+    assert!(!rank(Some("1")).contains(said), "{}", rank(Some("1")));
+}
+
+#[test]
 fn what_launchers_are_refused_for() {
     let hosts = Hosts::new();
     let refused = |options: &[&str], expected: &str| {
@@ -426,7 +475,7 @@ fn what_launchers_are_refused_for() {
         rdzv: hosts.rdzv.clone(),
         ..Hosts::new()
     };
-    std::fs::write(stranger.secret.path(), "another").unwrap();
+    std::fs::write(stranger.secret.path(), "another long one").unwrap();
     let ended = stranger.start("b", 1, "2", &[], "true").wait();
     assert_eq!(ended.code, Some(2));
     assert!(

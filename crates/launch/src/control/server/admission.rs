@@ -10,8 +10,14 @@ use crate::control::wire::{self, Outbox};
 
 impl Run {
     /// Lets a rank, which knows the secret, in, or tells it why not. The reason ends the run for all, as it could never start, but for a
-    /// process too many: that alone is refused.
-    pub fn admit(&mut self, hello: Hello, version: u32, outbox: Outbox, now: Duration) -> bool {
+    /// process too many: that alone is refused. The number of its connection, if it is in.
+    pub fn admit(
+        &mut self,
+        hello: Hello,
+        version: u32,
+        outbox: Outbox,
+        now: Duration,
+    ) -> Option<u64> {
         if self.started {
             let message = format!(
                 "rank {} on host {} comes too late: all {} ranks of the run are there already",
@@ -21,14 +27,14 @@ impl Run {
             );
             let all = false;
             outbox.tell(&ToRank::Refused { message, all });
-            return false;
+            return None;
         }
         if self.refusal.is_none()
             && let Some(message) = self.comes_twice(&hello)
         {
             let all = false;
             outbox.tell(&ToRank::Refused { message, all });
-            return false;
+            return None;
         }
         if self.refusal.is_none()
             && let Some(why) = self.objection(&hello, version)
@@ -40,14 +46,17 @@ impl Run {
             self.told.insert(rank);
             let all = true;
             outbox.tell(&ToRank::Refused { message, all });
-            return false;
+            return None;
         }
         if let Some(why) = hello.cannot_start.clone() {
             self.unable.insert(rank, why);
             self.unable_since.get_or_insert(now);
         }
+        let connection = self.next_connection;
+        self.next_connection += 1;
         self.peers[rank] = Some(Peer {
             hello,
+            connection,
             outbox,
             snapshot: Snapshot::default(),
             heard: now,
@@ -69,7 +78,7 @@ impl Run {
         } else {
             self.refuse_unable();
         }
-        true
+        Some(connection)
     }
 
     /// What keeps a rank that knows the secret out of the run; `None` if nothing does.

@@ -18,8 +18,13 @@ const HOLD: Duration = Duration::from_millis(500);
 const CIRCLE: Duration = Duration::from_secs(3);
 
 impl Run {
-    /// A rank's connection has closed.
-    pub fn lose(&mut self, rank: usize, why: &io::Error, now: Duration) {
+    /// A rank's connection of this number has closed.
+    pub fn lose(&mut self, rank: usize, connection: u64, why: &io::Error, now: Duration) {
+        let is_its_own = |peer: &Peer| peer.connection == connection;
+        if !self.peers[rank].as_ref().is_some_and(is_its_own) {
+            // It has come again before this one was found to be closed.
+            return;
+        }
         if !self.started {
             // It may come again.
             self.peers[rank] = None;
@@ -171,10 +176,8 @@ impl Run {
         let waits: Vec<_> = waits.collect();
         let begun = waits.iter().map(|(begun, _)| *begun).max();
         let heard = waits.iter().map(|(_, heard)| *heard).min();
-        if !begun
-            .zip(heard)
-            .is_some_and(|(begun, heard)| heard >= begun + CIRCLE)
-        {
+        let is_long = |(begun, heard)| heard >= begun + CIRCLE;
+        if !begun.zip(heard).is_some_and(is_long) {
             return;
         }
         let message = format!(

@@ -32,11 +32,15 @@ pub(super) struct Run {
     /// Will be why, unless a better reason comes within a moment; and since when there is one.
     pub held: Option<(Failure, Duration)>,
     exchange: Exchange,
+    /// Of the next rank that is let in.
+    pub next_connection: u64,
 }
 
 /// A rank that is in.
 pub(super) struct Peer {
     pub hello: Hello,
+    /// The number of its connection: a rank whose earlier one broke off has another one.
+    pub connection: u64,
     pub outbox: Outbox,
     /// What it last said it does, and when it last said anything.
     pub snapshot: Snapshot,
@@ -76,6 +80,7 @@ impl Run {
             failure: None,
             held: None,
             exchange: Exchange::default(),
+            next_connection: 0,
         }
     }
 

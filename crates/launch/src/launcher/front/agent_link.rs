@@ -15,6 +15,7 @@ use super::labelled_output::{LabelledOutput, RankOutputs};
 use super::process::Process;
 use super::verdict::{HostLoss, RankEnd};
 use super::{Event, say};
+use crate::launcher::config::secret_variable;
 use crate::launcher::host_plan::HostPlan;
 use crate::launcher::thread;
 use crate::launcher::wire::{self, Command, GREETING, Report};
@@ -52,6 +53,7 @@ impl AgentLink {
         let mut command = std::process::Command::new(&words[0]);
         command
             .args(&words[1..])
+            .envs(secret_variable(plan.short_secret))
             .stdin(OwnedFd::from(clone))
             .stdout(OwnedFd::from(other_end));
         let process = Process::start(&mut command, &format!("[host {}] ", plan.host))?;

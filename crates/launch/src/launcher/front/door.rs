@@ -13,6 +13,7 @@ use crate::control::server::strangers::Strangers;
 use crate::launcher::call::{self, Call, Caller, Order};
 use crate::launcher::host::Host;
 use crate::launcher::thread;
+use crate::launcher::wire::ALIVE_INTERVAL;
 use crate::{Error, Result, Secret};
 
 /// A port of any service, to ask for a route: nothing is sent.
@@ -85,7 +86,20 @@ impl Door {
             .map_err(|error| Error::Launch(format!("cannot listen for calls: {error}")))?;
         // To be served as long as the process lives.
         std::mem::forget(serving);
+        let living = door.clone();
+        thread::start(move || {
+            loop {
+                std::thread::sleep(ALIVE_INTERVAL);
+                living.tell_alive();
+            }
+        });
         Ok(door)
+    }
+
+    /// Tells the hosts that wait that this process lives; one that takes nothing is gone.
+    fn tell_alive(&self) {
+        let mut waiting = self.lock();
+        waiting.retain(|(_, call)| Order::send_none(call).is_ok());
     }
 
     /// Whether callers have the secret already.
@@ -103,7 +117,7 @@ impl Door {
             Caller::Host { host, program } => {
                 let own = self.program.as_deref().unwrap_or_default();
                 if program == own {
-                    self.add(host, call);
+                    self.add(host, call)?;
                 } else {
                     let (own, other) = (own.join(" "), program.join(" "));
                     let what = format!(
@@ -117,7 +131,8 @@ impl Door {
     }
 
     /// A host is there, perhaps again: then the connection that it had is gone, or is that of a launcher which is replaced.
-    fn add(&self, host: Host, call: Call) {
+    fn add(&self, host: Host, call: Call) -> std::io::Result<()> {
+        call.stream.set_write_timeout(Some(ALIVE_INTERVAL))?;
         let mut waiting = self.lock();
         for (other, call) in waiting.extract_if(.., |(other, _)| other.name == host.name) {
             if other.id != host.id {
@@ -128,6 +143,7 @@ impl Door {
             }
         }
         waiting.push((host, call));
+        Ok(())
     }
 
     /// Joins a caller with a shell that runs this command on a host, until both ends are closed.
@@ -141,6 +157,7 @@ impl Door {
         let shell = taken.ok_or_else(missing)?;
         Order::Run(command).send(&shell)?;
         let shell = shell.stream;
+        shell.set_write_timeout(None)?;
         let (from_shell, to_caller) = (shell.try_clone()?, caller.try_clone()?);
         let back = thread::start(move || pass(&from_shell, &to_caller));
         pass(caller, &shell);

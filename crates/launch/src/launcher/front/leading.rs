@@ -34,7 +34,7 @@ pub(super) fn place_of(config: &LaunchConfig) -> Result<Option<Place>> {
                 .to_string(),
         );
     };
-    let Some(secret) = given_secret()? else {
+    let Some(secret) = given_secret(config.short_secret)? else {
         return problem(
             "--nnodes: the launchers need a secret, since who leads runs programs on the other hosts\n\
              hint: name a file with a random secret that only you can read in CANDLE_TRAIN_RUN_TOKEN_FILE, the same on all hosts: \

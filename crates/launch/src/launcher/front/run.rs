@@ -1,6 +1,7 @@
 //! The ranks from their start to their end.
 
 pub(super) mod outcome;
+mod waits;
 
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
@@ -60,6 +61,8 @@ pub(super) struct Run<'a> {
     start_deadline: Option<Instant>,
     /// As long as agents have not said that they can run their plan.
     wait: Option<SpokenWait>,
+    /// As long as agents that run ranks say nothing.
+    silent_wait: Option<SpokenWait>,
     started: bool,
     /// When the ranks have to be told to end, and when they were.
     stop_due: Option<Instant>,
@@ -133,6 +136,7 @@ impl<'a> Run<'a> {
                 layout.wait_notices,
                 "candle-train: the launcher",
             )),
+            silent_wait: None,
             started: false,
             stop_due: None,
             stopped_at: None,
@@ -152,6 +156,7 @@ impl<'a> Run<'a> {
     ) -> Outcome {
         while self.mpi.is_some() || !self.are_all(AgentState::Gone) {
             self.say_missing();
+            self.say_silent();
             if let Ok(event) = events.recv_timeout(self.next_wait()) {
                 self.note(event);
             }
@@ -421,27 +426,6 @@ impl<'a> Run<'a> {
         if let (Some(pid), true) = (self.mpi, are_all_gone && give_up) {
             let _ = killpg(pid, Signal::SIGKILL);
             self.mpi = None;
-        }
-    }
-
-    /// For whom the launcher waits that has not answered.
-    fn say_missing(&mut self) {
-        let agents = self.agents.iter();
-        let asked = agents.filter(|agent| agent.state == AgentState::Asked);
-        let missing: Vec<String> = match &self.layout.mpi {
-            Some(_) => asked
-                .map(|agent| agent.plan.first_rank.to_string())
-                .collect(),
-            None => asked.map(|agent| agent.plan.host.clone()).collect(),
-        };
-        let missing = missing.join(", ");
-        let what = match &self.layout.mpi {
-            Some(mpi) => format!("for {} to start ranks {missing}", mpi.words[0]),
-            None => format!("for an answer of hosts {missing}"),
-        };
-        match &self.wait {
-            Some(wait) if self.start_deadline.is_some() => wait.say(what),
-            _ => self.wait = None,
         }
     }
 

@@ -27,6 +27,12 @@ impl RankEnd {
         let mut lines = self.last_lines.iter().rev();
         lines.find_map(|line| Some(line.split_once(STOPS)?.1))
     }
+
+    /// The number of that one.
+    fn rank_to_blame(&self) -> Option<usize> {
+        let words = self.peer_to_blame()?.strip_prefix("rank ")?;
+        words.split(' ').next()?.parse().ok()
+    }
 }
 
 /// A host whose agent is gone, before its time or because all is over there, or that cannot start its ranks.
@@ -53,7 +59,7 @@ pub(super) enum Cause<'a> {
     Rank(&'a RankEnd),
     /// All ranks, of this number, failed by themselves in the same way as this one.
     All(&'a RankEnd, usize),
-    /// Ranks ended because of a peer, but none that this launcher started failed by itself.
+    /// Ranks ended because of a peer, and none failed by itself: it is stopped or late, say, or its end came after what they said of it.
     Peer(&'a RankEnd),
     Host(&'a HostLoss),
 }
@@ -64,7 +70,8 @@ impl Failures {
     }
 
     /// The first of the ranks or their hosts that failed by itself until then; later ends are the launcher's doing, but not the
-    /// loss of a host because of which ranks on others have ended. What mpirun ends after a rank has said why it ends is mpirun's doing.
+    /// loss of a host because of which ranks on others have ended. Where a rank has said which other one is to blame, that is it, and what ended
+    /// after these words is no cause: mpirun ends others, or they found the same.
     pub(super) fn cause(&self, layout: &Layout, until: Option<Instant>) -> Option<Cause<'_>> {
         let num_ranks = layout.world_size;
         let in_time = |at: Instant| until.is_none_or(|until| at <= until);
@@ -76,7 +83,11 @@ impl Failures {
             .filter(|rank| rank.peer_to_blame().is_some());
         let told = told.min_by_key(|rank| rank.ended_at).copied();
         let is_after_words = |at: Instant| told.is_some_and(|told| told.ended_at <= at);
-        own.retain(|rank| rank.end.stopped_by().is_none() || !is_after_words(rank.ended_at));
+        let blamed = told.and_then(RankEnd::rank_to_blame);
+        if let Some(culprit) = own.iter().find(|rank| Some(rank.rank) == blamed) {
+            return Some(Cause::Rank(culprit));
+        }
+        own.retain(|rank| !is_after_words(rank.ended_at));
         if num_ranks > 1 && own.len() == num_ranks && are_alike(&own) {
             // Perhaps one of them has said why.
             let first = own
@@ -140,7 +151,7 @@ impl Cause<'_> {
             Self::Peer(failure) => match failure.peer_to_blame() {
                 Some(why) => return format!("{why} (says {})", place(failure, hosts)),
                 None => format!(
-                    "{} ended because another rank failed ({}), but no rank started here failed by itself",
+                    "{} ended because another rank failed ({}), but none failed by itself",
                     place(failure, hosts),
                     failure.end
                 ),
@@ -166,7 +177,9 @@ impl Cause<'_> {
 
     fn hint(&self, hosts: &[HostPlan]) -> Option<&'static str> {
         match self {
-            Self::Peer(_) => Some("see what the launchers on the other hosts print"),
+            Self::Peer(_) => Some(
+                "exit code 85 says that another rank failed, and none has said which one: see what they printed before",
+            ),
             Self::Host(loss) if hosts[loss.host].via.is_some() && !loss.is_refusal => Some(
                 "try the same command by hand, with `true` instead of the agent; --dry-run prints it",
             ),

@@ -91,13 +91,13 @@ pub fn shake_hands(port: u16, secret: &str, version: u32) -> std::io::Result<Tcp
     let version = version.to_le_bytes();
     let opening = [b"\x89candle\n".as_slice(), &version, &[7; 32]].concat();
     stream.write_all(&opening)?;
-    let mut answer = [0; 64];
-    stream.read_exact(&mut answer)?;
-    let (random, proof) = answer.split_at(32);
-    if proof != prove(secret, "server", &opening, random) {
+    let [mut random, mut proof] = [[0; 32]; 2];
+    stream.read_exact(&mut random)?;
+    stream.write_all(&prove(secret, "rank", &opening, &random))?;
+    stream.read_exact(&mut proof)?;
+    if proof[..] != prove(secret, "server", &opening, &random) {
         return Err(std::io::Error::other("the server does not know the secret"));
     }
-    stream.write_all(&prove(secret, "rank", &opening, random))?;
     Ok(stream)
 }
 

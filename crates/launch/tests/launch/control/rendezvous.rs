@@ -5,6 +5,7 @@ use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use candle_launch::{Control, ControlConfig, Error};
+use nix::sys::signal::Signal;
 
 use super::processes::Rank;
 use super::ranks::{config, frame, free_listener, join, ranks_with, shake_hands};
@@ -123,6 +124,27 @@ fn who_waits_says_for_whom_and_where() {
     assert!(!two.said.contains("waits"), "{two:?}");
 }
 
+/// On one host it is rank 0 that says for whom all wait, unless it says nothing at all.
+#[test]
+fn a_rank_whose_rank_0_is_stopped_says_so() {
+    let (listener, port) = free_listener();
+    drop(listener);
+    let master = format!("127.0.0.1:{port}");
+    let patient = |rank| Rank::start(&[], &master, rank, 3, "patient 20000 1");
+    let [zero, one] = [0, 1].map(patient);
+    std::thread::sleep(Duration::from_secs(2));
+    zero.signal(Signal::SIGSTOP);
+    std::thread::sleep(Duration::from_secs(4));
+    zero.signal(Signal::SIGCONT);
+    let two = patient(2);
+    let [zero, one, two] = [zero, one, two].map(Rank::end);
+    let said = format!("rank 1 on host host-1 waits for rank 0 at {master} (");
+    assert!(one.said.contains(&said), "{one:?}");
+    for rank in [zero, one, two] {
+        assert_eq!(rank.code, Some(0), "{rank:?}");
+    }
+}
+
 #[test]
 fn a_rank_of_another_version_is_named_on_all_ranks() {
     let (listener, port) = free_listener();
@@ -130,12 +152,12 @@ fn a_rank_of_another_version_is_named_on_all_ranks() {
         let zero = scope.spawn(|| join(&config(0, 2, port), Some(listener)).err().unwrap());
         let hello =
             r#"{"rank": 1, "world_size": 2, "host": "b", "pid": 7, "fingerprint": [], "new": 1}"#;
-        let mut stream = shake_hands(port, "secret", 5).unwrap();
+        let mut stream = shake_hands(port, "secret", 6).unwrap();
         stream.write_all(&frame(hello)).unwrap();
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).unwrap();
         let answer = String::from_utf8_lossy(&answer);
-        let expected = "rank 1 on host b: it speaks version 5 of the control protocol, expected 4 as on rank 0";
+        let expected = "rank 1 on host b: it speaks version 6 of the control protocol, expected 5 as on rank 0";
         assert!(answer.contains(expected), "{answer:?}");
         assert!(zero.join().unwrap().to_string().contains(expected));
     });

@@ -17,7 +17,7 @@ fn slow_rank(port: u16) -> TcpStream {
     let hello = format!(
         r#"{{"rank": 2, "world_size": 3, "host": "slow", "pid": 1, "fingerprint": {fingerprint}}}"#
     );
-    let mut stream = shake_hands(port, "secret", 4).unwrap();
+    let mut stream = shake_hands(port, "secret", 5).unwrap();
     stream.write_all(&frame(&hello)).unwrap();
     stream.read_exact(&mut [0; 8]).unwrap();
     for id in 0..NUM_GATHERS {

@@ -55,7 +55,7 @@ fn who_speaks_something_else_or_too_much() {
         garbage.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
         assert!(is_turned_away(garbage));
         // A message that claims to be huge, from somebody who knows the secret.
-        let mut huge = shake_hands(port, "secret", 4).unwrap();
+        let mut huge = shake_hands(port, "secret", 5).unwrap();
         huge.write_all(&[0xff; 8]).unwrap();
         assert!(is_turned_away(huge));
     });
@@ -65,24 +65,29 @@ fn who_speaks_something_else_or_too_much() {
 #[test]
 fn who_does_not_know_the_secret() {
     let time = join_with(|port| {
-        // The server shows that it knows another one, and nothing else.
-        assert!(shake_hands(port, "guessed", 4).is_err());
-        // Whoever goes on all the same is turned away: with no proof, with the server's own, with one for other random bytes.
+        assert!(shake_hands(port, "guessed", 5).is_err());
+        // What anybody hears has nothing of the secret in it: random bytes, and zeros to no proof, to these bytes, to a proof for other ones.
         for lie in ["", "echo", "stale"] {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-            let opening = [b"\x89candle\n\x04\0\0\0".as_slice(), &[7; 32]].concat();
+            let opening = [b"\x89candle\n\x05\0\0\0".as_slice(), &[7; 32]].concat();
             stream.write_all(&opening).unwrap();
-            let mut answer = [0; 64];
-            stream.read_exact(&mut answer).unwrap();
+            let mut random = [0; 32];
+            stream.read_exact(&mut random).unwrap();
+            let limit = Some(Duration::from_millis(100));
+            stream.set_read_timeout(limit).unwrap();
+            assert!(stream.read(&mut [0]).is_err(), "it says more at once");
             let proof = match lie {
-                "echo" => answer[32..].to_vec(),
+                "echo" => random.to_vec(),
                 "stale" => prove("secret", "rank", &opening, &[7; 32]),
                 _ => vec![0; 32],
             };
             stream.write_all(&proof).unwrap();
             // It may have closed already.
             let _ = stream.write_all(&frame(HELLO));
-            assert!(is_turned_away(stream), "{lie:?}");
+            stream.set_read_timeout(None).unwrap();
+            let mut refusal = Vec::new();
+            let _ = stream.read_to_end(&mut refusal);
+            assert!(refusal == [0; 32], "{lie:?}: {refusal:?}");
         }
     });
     assert!(time < AT_ONCE, "{time:?}");
@@ -94,7 +99,7 @@ fn who_comes_for_something_else() {
     let time = join_with(|port| {
         for purpose in [1 << 31, 1 << 30] {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-            let version: u32 = purpose | 4;
+            let version: u32 = purpose | 5;
             let opening = [b"\x89candle\n".as_slice(), &version.to_le_bytes(), &[7; 32]].concat();
             stream.write_all(&opening).unwrap();
             assert!(is_turned_away(stream));
@@ -146,7 +151,7 @@ fn who_repeats_what_a_rank_and_a_server_have_said() {
         let _ = again.shutdown(Shutdown::Write);
         let mut answer = Vec::new();
         let _ = again.read_to_end(&mut answer);
-        // Its challenge and its proof, but no word to a rank.
+        // Its challenge and zeros, but no word to a rank.
         assert!(answer.len() <= 64, "{answer:?}");
     });
     assert!(time < AT_ONCE, "{time:?}");
@@ -180,19 +185,21 @@ fn refused_by_false_server(act: impl Fn(TcpStream) + Send + Sync + 'static) -> S
 }
 
 #[test]
-fn a_false_server_learns_nothing_of_a_rank() {
+fn a_false_server_hears_no_more_of_a_rank_than_its_proof() {
     let (said, heard) = std::sync::mpsc::channel();
     let error = refused_by_false_server(move |mut stream| {
         let mut words = vec![0; 44];
         stream.read_exact(&mut words).unwrap();
-        // The rank's own random bytes, and something for a proof.
-        stream
-            .write_all(&[&words[12..], &[0; 32]].concat())
-            .unwrap();
+        // The rank's own random bytes, and for a proof its own.
+        stream.write_all(&words[12..]).unwrap();
+        let mut proof = [0; 32];
+        stream.read_exact(&mut proof).unwrap();
+        stream.write_all(&proof).unwrap();
         stream.read_to_end(&mut words).unwrap();
         said.send(words).unwrap();
     });
     assert!(error.contains("does not know this run's secret"), "{error}");
+    // The first 44 bytes, and nothing behind the proof.
     assert_eq!(heard.recv().unwrap().len(), 44);
 }
 
@@ -230,7 +237,7 @@ fn one_that_sends_a_byte_now_and_then_is_cut_off() {
     join_with(|port| {
         let begun = Instant::now();
         let mut slow = TcpStream::connect(("127.0.0.1", port)).unwrap();
-        let opening = [b"\x89candle\n\x04\0\0\0".as_slice(), &[7; 1000]].concat();
+        let opening = [b"\x89candle\n\x05\0\0\0".as_slice(), &[7; 1000]].concat();
         let cut_off = opening.iter().position(|byte| {
             std::thread::sleep(Duration::from_millis(100));
             slow.write_all(&[*byte]).is_err()
@@ -266,7 +273,7 @@ fn a_flood() {
     let mut num_connections = None;
     let time = join_with(|port| {
         // The server is there.
-        drop(shake_hands(port, "secret", 4).unwrap());
+        drop(shake_hands(port, "secret", 5).unwrap());
         let flood = flood(port);
         std::thread::sleep(Duration::from_millis(800));
         num_connections = Some(flood);

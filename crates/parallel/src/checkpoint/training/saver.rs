@@ -26,6 +26,7 @@ pub struct CheckpointSaver {
     world: ProcessGroup,
     folder: CheckpointFolder,
     run: String,
+    resumed_step: Option<usize>,
     keep: usize,
     keeps_best: bool,
     removes_on_request: bool,
@@ -138,6 +139,7 @@ impl CheckpointSaver {
             world: world.clone(),
             folder,
             run: run.unwrap_or_default().into_owned(),
+            resumed_step: resumed.map(TrainingCheckpoint::step),
             keep,
             keeps_best: false,
             removes_on_request: false,
@@ -163,6 +165,11 @@ impl CheckpointSaver {
     /// That, and a folder that cannot be read.
     pub fn check_folder(dir: &Path, resumed: Option<&TrainingCheckpoint>) -> Result<()> {
         check_checkpoints(&CheckpointFolder::new(dir), resumed)
+    }
+
+    /// Steps that were done before the checkpoint from which the run goes on.
+    pub fn resumed_step(&self) -> Option<usize> {
+        self.resumed_step
     }
 
     /// Gives a run that begins this name, the same on every rank, in place of a random one.
