@@ -173,7 +173,6 @@ fn beside(command: &str) -> Beside {
 
 /// Runs `candle-train` with the arguments of this process.
 pub fn candle_train() -> ExitCode {
-    ignore_file_size_signal();
     let idle = |command: &CandleTrain| match command {
         CandleTrain::Finetune(training) => training.run.idle(),
         CandleTrain::Pretrain(training) => training.run.idle(),
@@ -183,6 +182,17 @@ pub fn candle_train() -> ExitCode {
     };
     let (command, file) = parse_command(command(), beside, idle);
     end_when_a_file_is_cut();
+    let starts_others = matches!(
+        command,
+        CandleTrain::Launch(_)
+            | CandleTrain::Agent { .. }
+            | CandleTrain::Reach { .. }
+            | CandleTrain::Rank { .. }
+    );
+    if !starts_others {
+        // What others are started with they would ignore, too.
+        ignore_file_size_signal();
+    }
     // Training does so by itself.
     if let CandleTrain::Merge(_)
     | CandleTrain::Export(_)
@@ -260,6 +270,7 @@ pub fn run_with_flags<S: Start>(name: &'static str, run: &Run<S>) -> ExitCode {
     end_when_a_file_is_cut();
     let idle = |training: &Training<S>| training.run.idle();
     let (training, file) = parse_command(command, beside, idle);
+    end_when_a_file_is_cut();
     training.run(file)
 }
 

@@ -2,8 +2,8 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Once;
 use std::sync::atomic::AtomicI64;
+use std::sync::{Once, OnceLock};
 
 use candle_core::{Device, Result, bail};
 use candle_launch::THREADS_HINT;
@@ -34,12 +34,18 @@ pub(crate) fn num_cores() -> usize {
 /// # Errors
 /// The system has no more threads.
 pub fn start_threads() -> Result<()> {
-    let Err(error) = ThreadPoolBuilder::new().build_global() else {
+    /// Why there are none: it is tried once.
+    static REFUSED: OnceLock<Option<String>> = OnceLock::new();
+    if rayon::current_thread_index().is_some() {
         return Ok(());
+    }
+    let start = || {
+        let error = ThreadPoolBuilder::new().build_global().err()?;
+        // Without a source they are there already.
+        std::error::Error::source(&error).map(ToString::to_string)
     };
-    match std::error::Error::source(&error) {
+    match REFUSED.get_or_init(start) {
         Some(error) => bail!("no threads to compute on: {error}\n{THREADS_HINT}"),
-        // They are there.
         None => Ok(()),
     }
 }

@@ -37,8 +37,7 @@ fn check_own(path: &Path, metadata: &Metadata) -> Result<()> {
         () => return Ok(()),
     };
     Err(Error::other(format!(
-        "{} is {what}; expected a file of this program, or nothing\nhint: nothing was written to it, and this program has not made it: see who put it \
-         there, and remove it",
+        "{} is {what}; expected a file of this program, or nothing\nhint: nothing was written to it: see who put it there, and remove it",
         path.display()
     )))
 }

@@ -122,8 +122,8 @@ extern "C" fn on_signal_of<const WATCHER: usize>(number: std::ffi::c_int) {
     // SAFETY: the descriptor is open until the process ends (`watch` gave it up); it is one before the handler is set.
     let pipe = unsafe { BorrowedFd::borrow_raw(PIPES[WATCHER].load(Ordering::Acquire)) };
     // What the signal interrupts may be about to look at the error of its last system call.
-    let interrupted = Errno::last();
+    let interrupted = Errno::last_raw();
     // A write is allowed in a signal handler, and this one never blocks: if there is no room the thread has been woken often enough.
     let _ = nix::unistd::write(pipe, &[number as u8]);
-    interrupted.set();
+    Errno::set_raw(interrupted);
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigHandler, Signal};
 
 use crate::control::{print_aside, print_in_time};
-use crate::signal_pipe::{Watcher, ignore_file_size_signal, watch};
+use crate::signal_pipe::{Watcher, ends_process, ignore_file_size_signal, watch};
 
 /// What asks a program to stop. `mpirun` passes only the last one on without killing a moment later.
 pub(crate) const STOPPING: [Signal; 4] = [
@@ -20,6 +20,9 @@ pub(crate) const STOPPING: [Signal; 4] = [
 
 /// Terminals, launchers and `timeout` may deliver a signal twice; only after this time is it a second one.
 const REPEAT_WAIT: Duration = Duration::from_secs(1);
+
+/// How long what a process leaves behind may take to be removed.
+const CLEANING: Duration = Duration::from_secs(10);
 
 /// Those of this process.
 static DEFERRED: OnceLock<StopSignals> = OnceLock::new();
@@ -78,15 +81,26 @@ impl StopSignals {
     }
 }
 
-/// From now on `clean` is called, once, before one of these signals ends this process, as it would do now. Those stay as they are that are
-/// ignored.
-pub fn before_ending(mut clean: impl FnMut() + Send + 'static) {
+/// From now on `clean` is called before one of these signals ends this process, as it would do now, and is waited for no longer than 10 s: a
+/// file system may not answer. Those stay as they are that are ignored, or that a program handles itself.
+pub fn before_ending(clean: impl FnOnce() + Send + 'static) {
+    let mut clean = Some(clean);
     let on_signal = move |_| {
-        clean();
+        if let Some(clean) = clean.take() {
+            let (done, is_done) = mpsc::channel();
+            let thread = std::thread::Builder::new().name("cleaning".into());
+            let spawned = thread.spawn(move || {
+                clean();
+                done.send(())
+            });
+            if spawned.is_ok() {
+                let _ = is_done.recv_timeout(CLEANING);
+            }
+        }
         true
     };
-    let watcher = (Watcher::Cleaner, "cleaning");
-    if let Err(error) = watch(watcher, &STOPPING, is_heard, on_signal) {
+    let watcher = (Watcher::Cleaner, "cleaner");
+    if let Err(error) = watch(watcher, &STOPPING, ends_process, on_signal) {
         tracing::warn!("what a signal ends may leave files for locks behind: {error}");
     }
 }

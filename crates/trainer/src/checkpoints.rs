@@ -139,13 +139,19 @@ impl Checkpoints {
     pub(crate) fn end(&mut self, losses: &LossHistory) -> Result<()> {
         self.is_ending = true;
         self.finish()?;
-        self.remove_old(usize::MAX, losses);
+        self.remove_older(losses, |_| true);
         Ok(())
     }
 
-    /// Removes the checkpoints that are older than the newest one, if that is of fewer than `step` steps: then its loss is known.
+    /// Removes the checkpoints that are older than the newest one, if that is of fewer than `step` steps and has shown a loss that is a number.
     fn remove_old(&mut self, step: usize, losses: &LossHistory) {
-        if let Some(newest) = self.outdates.filter(|newest| *newest < step) {
+        self.remove_older(losses, |newest| {
+            newest < step && losses.has_loss_since(newest)
+        });
+    }
+
+    fn remove_older(&mut self, losses: &LossHistory, is_judged: impl Fn(usize) -> bool) {
+        if let Some(newest) = self.outdates.filter(|newest| is_judged(*newest)) {
             self.outdates = None;
             if let Err(err) = self.saver.remove_old(newest, losses.left_at()) {
                 tracing::warn!("{}", message_of(&err));

@@ -15,7 +15,7 @@ thread_local! {
 /// Runs code of another library on what a file says. A panic there is an error with its message, and prints nothing.
 ///
 /// After an error nothing that `run` had under its hands is used any more.
-pub(crate) fn guarded<T>(run: impl FnOnce() -> T) -> Result<T> {
+pub(crate) fn guarded<T>(run: impl FnOnce() -> Result<T>) -> Result<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let print = panic::take_hook();
@@ -28,7 +28,7 @@ pub(crate) fn guarded<T>(run: impl FnOnce() -> T) -> Result<T> {
     let was_guarded = IS_GUARDED.replace(true);
     let ran = catch_unwind(AssertUnwindSafe(run));
     IS_GUARDED.set(was_guarded);
-    ran.map_err(|panic| Error::msg(message(panic.as_ref())))
+    ran.unwrap_or_else(|panic| Err(Error::msg(message(panic.as_ref()))))
 }
 
 fn message(panic: &(dyn Any + Send)) -> String {
@@ -46,8 +46,8 @@ mod tests {
     fn a_panic_is_an_error_and_the_next_one_is_caught_too() {
         for _ in 0..2 {
             let nested = guarded(|| {
-                let inner = guarded(|| panic!("index {} of 3", 5));
-                (inner.map(|()| 0), IS_GUARDED.get())
+                let inner: Result<()> = guarded(|| panic!("index {} of 3", 5));
+                Ok((inner, IS_GUARDED.get()))
             });
             let (inner, is_guarded) = nested.unwrap();
             let expected = "the library that reads it panicked: index 5 of 3";

@@ -28,6 +28,9 @@ pub struct LossHistory {
     recent: VecDeque<f64>,
     /// Steps that the weights had when they first gave a loss out of the range, which has not come back to it since then.
     left_at: Option<usize>,
+    /// Steps that the newest weights had, in this start, which gave a loss that is a number.
+    #[serde(skip)]
+    newest: Option<usize>,
 }
 
 /// What a loss says.
@@ -57,6 +60,7 @@ impl LossRange {
             // A step that is skipped for its loss scale.
             return None;
         }
+        history.newest = Some(step);
         let is_out = |median: &f64| loss > self.max_ratio * median.max(LEAST_MEDIAN);
         match (history.median().filter(is_out), history.left_at) {
             (Some(median), None) => {
@@ -82,6 +86,11 @@ impl LossHistory {
     /// Steps that the first weights had which gave no usual loss, if none was usual since then.
     pub fn left_at(&self) -> Option<usize> {
         self.left_at
+    }
+
+    /// Whether weights of `step` steps or more have given a loss that is a number.
+    pub(crate) fn has_loss_since(&self, step: usize) -> bool {
+        self.newest.is_some_and(|newest| newest >= step)
     }
 
     fn add(&mut self, loss: f64) {

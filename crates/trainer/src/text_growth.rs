@@ -1,106 +1,237 @@
 //! How much longer a tokenizer may make a text before it is split, or tokens when they become text.
 
+use serde::Deserialize;
 use serde_json::Value;
+use tokenizers::{
+    Decoder, DecoderWrapper, NormalizedString, Normalizer, NormalizerWrapper, PostProcessor,
+    PostProcessorWrapper,
+};
 
-/// Bytes that may stand in the place of one that is replaced. Files of known models write up to three.
+/// Bytes that may stand in the place of one, or be put before a text. Files of known models write up to three.
 const MOST_PER_BYTE: usize = 256;
 
-/// Bytes that may be put before a text.
-const MOST_BEFORE: usize = 1 << 16;
+/// Bytes that may stand in the place of one pattern, however long that is.
+const MOST_WRITTEN: usize = 1 << 16;
 
-/// A change of a text by a normalizer or a decoder.
-enum Change<'a> {
-    Replace {
-        pattern: &'a str,
-        content: &'a str,
-    },
-    /// Of what matches a regular expression.
-    ReplaceMatches {
-        content: &'a str,
-    },
-    Prepend(&'a str),
+/// Tokens that may be put around those of a text.
+const MOST_ADDED: usize = 1 << 16;
+
+/// Bytes in all to which changes are tried.
+const MOST_TRIED: usize = 64 << 20;
+
+/// The parts of a `tokenizer.json` that make texts longer.
+#[derive(Deserialize)]
+#[serde(default)]
+#[derive(Default)]
+struct Parts {
+    normalizer: Value,
+    decoder: Value,
+    post_processor: Value,
 }
 
-/// Checks the changes of a normalizer or a decoder, as `tokenizer.json` has it: what one writes the later ones change again.
+/// Checks what a `tokenizer.json` asks for before the library makes a tokenizer of it, which normalizes its added tokens.
 ///
 /// # Errors
-/// One that replaces nothing, and one that writes more than the limits above.
-pub(crate) fn check_growth(part: &Value) -> Result<(), String> {
-    let mut changes = Vec::new();
-    collect(part, &mut changes);
-    for (index, change) in changes.iter().enumerate() {
-        let (content, limit) = match change {
-            Change::Replace {
-                pattern: "",
-                content,
-            } => {
+/// A part that is none of the library's, that replaces nothing, or that writes more than the limits above.
+pub(crate) fn check_growth(file: &[u8]) -> Result<(), String> {
+    let parts: Parts = serde_json::from_slice(file).map_err(|err| err.to_string())?;
+    check_precompiled(&parts.normalizer)?;
+    let normalizer: Option<NormalizerWrapper> = part(parts.normalizer)?;
+    let mut normalizers = Vec::new();
+    normalizer
+        .iter()
+        .for_each(|it| collect_normalizers(it, &mut normalizers));
+    check_changes(
+        &normalizers,
+        |it| written(it),
+        |normalizer, text| {
+            let mut text = NormalizedString::from(text);
+            normalizer
+                .normalize(&mut text)
+                .map_err(|err| err.to_string())?;
+            Ok(text.get().to_string())
+        },
+    )?;
+    let decoder: Option<DecoderWrapper> = part(parts.decoder)?;
+    let mut decoders = Vec::new();
+    decoder
+        .iter()
+        .for_each(|it| collect_decoders(it, &mut decoders));
+    check_changes(
+        &decoders,
+        |it| written(it),
+        |decoder, text| {
+            let tokens = decoder
+                .decode_chain(vec![text])
+                .map_err(|err| err.to_string())?;
+            Ok(tokens.concat())
+        },
+    )?;
+    check_template(&parts.post_processor)?;
+    let post_processor: Option<PostProcessorWrapper> = part(parts.post_processor)?;
+    let num_added = post_processor.map_or(0, |it| it.added_tokens(false));
+    if num_added > MOST_ADDED {
+        return Err(format!(
+            "its post_processor puts {num_added} tokens around each text"
+        ));
+    }
+    Ok(())
+}
+
+fn part<T: for<'de> Deserialize<'de>>(value: Value) -> Result<Option<T>, String> {
+    serde_json::from_value(value).map_err(|err| err.to_string())
+}
+
+fn collect_normalizers<'a>(it: &'a NormalizerWrapper, all: &mut Vec<&'a NormalizerWrapper>) {
+    match it {
+        NormalizerWrapper::Sequence(parts) => {
+            parts
+                .as_ref()
+                .iter()
+                .for_each(|part| collect_normalizers(part, all));
+        }
+        other => all.push(other),
+    }
+}
+
+fn collect_decoders<'a>(it: &'a DecoderWrapper, all: &mut Vec<&'a DecoderWrapper>) {
+    match it {
+        DecoderWrapper::Sequence(parts) => {
+            parts
+                .get_decoders()
+                .iter()
+                .for_each(|part| collect_decoders(part, all));
+        }
+        other => all.push(other),
+    }
+}
+
+/// What a replacement writes, and in the place of how many bytes at least.
+struct Written {
+    text: String,
+    num_replaced: usize,
+}
+
+/// What a change writes of its own, if it does.
+fn written(change: &impl serde::Serialize) -> Result<Option<Written>, String> {
+    let change = serde_json::to_value(change).map_err(|err| err.to_string())?;
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
+    Ok(match change["type"].as_str() {
+        Some("Replace") => {
+            let content = text(&change["content"]);
+            let pattern = change["pattern"]["String"].as_str();
+            if pattern == Some("") {
                 return Err(format!(
                     "it replaces a text without letters by {content:.40?}"
                 ));
             }
-            Change::Replace { pattern, content } => {
-                (content, pattern.len().saturating_mul(MOST_PER_BYTE))
-            }
-            Change::ReplaceMatches { content } => (content, MOST_PER_BYTE),
-            Change::Prepend(content) => (content, MOST_BEFORE),
+            Some(Written {
+                text: content,
+                num_replaced: pattern.map_or(1, str::len),
+            })
+        }
+        Some("Prepend") => Some(Written {
+            text: text(&change["prepend"]),
+            num_replaced: 1,
+        }),
+        _ => None,
+    })
+}
+
+/// Checks what changes write, which those behind them change again: from the last one on, so that each is bounded before it is tried.
+fn check_changes<T>(
+    changes: &[&T],
+    written: impl Fn(&T) -> Result<Option<Written>, String>,
+    change: impl Fn(&T, String) -> Result<String, String>,
+) -> Result<(), String> {
+    let mut num_tried = 0;
+    for index in (0..changes.len()).rev() {
+        let Some(Written {
+            mut text,
+            num_replaced,
+        }) = written(changes[index])?
+        else {
+            continue;
         };
-        if changed_len(content, &changes[index + 1..], limit) > limit {
+        let limit = num_replaced.saturating_mul(MOST_PER_BYTE).min(MOST_WRITTEN);
+        let begin: String = text.chars().take(40).collect();
+        for later in &changes[index + 1..] {
+            num_tried += 64 + text.len();
+            if text.len() > limit || num_tried > MOST_TRIED {
+                break;
+            }
+            text = change(later, text)?;
+        }
+        if text.len() > limit || num_tried > MOST_TRIED {
             return Err(format!(
-                "one of its replacements makes a text too long: {content:.40?} and what later ones write in its place have more than \
-                 {limit} bytes"
+                "one of its replacements makes a text too long: {begin:?} and what others make of it have more than {limit} bytes"
             ));
         }
     }
     Ok(())
 }
 
-/// Adds the changes of a part, and of those that it is a `Sequence` of.
-fn collect<'a>(part: &'a Value, changes: &mut Vec<Change<'a>>) {
-    let text = |value: &'a Value| value.as_str().unwrap_or_default();
-    match part["type"].as_str() {
-        Some("Sequence") => {
-            let parts = [&part["normalizers"], &part["decoders"]];
-            let parts = parts.into_iter().filter_map(Value::as_array).flatten();
-            parts.for_each(|part| collect(part, changes));
-        }
-        Some("Replace") => {
-            let content = text(&part["content"]);
-            changes.push(match part["pattern"]["String"].as_str() {
-                Some(pattern) => Change::Replace { pattern, content },
-                None => Change::ReplaceMatches { content },
-            });
-        }
-        Some("Prepend") => changes.push(Change::Prepend(text(&part["prepend"]))),
-        _ => {}
+/// Checks the tables of characters of SentencePiece within a normalizer: a trie, behind its size in bytes, and what it leads to, with zeros
+/// between.
+fn check_precompiled(part: &Value) -> Result<(), String> {
+    let parts = part["normalizers"].as_array();
+    parts
+        .into_iter()
+        .flatten()
+        .try_for_each(check_precompiled)?;
+    let Some(table) = part["precompiled_charsmap"].as_str() else {
+        return Ok(());
+    };
+    let table = from_base64(table);
+    let damaged = || "its precompiled_charsmap is damaged".to_string();
+    let (size, rest) = table.split_first_chunk::<4>().ok_or_else(damaged)?;
+    let size = u32::from_le_bytes(*size) as usize;
+    let texts = rest.get(size..).ok_or_else(damaged)?;
+    let longest = texts.split(|byte| *byte == 0).map(<[u8]>::len).max();
+    if longest.is_some_and(|longest| longest > MOST_PER_BYTE) {
+        return Err(format!(
+            "its precompiled_charsmap makes a text too long: a character becomes more than {MOST_PER_BYTE} bytes"
+        ));
     }
+    Ok(())
 }
 
-/// The most bytes that a text has after these changes, or some number over `limit`.
-fn changed_len(text: &str, changes: &[Change<'_>], limit: usize) -> usize {
-    let mut text = text.to_string();
-    // Of what regular expressions have written nobody knows where.
-    let mut times = 1_usize;
-    for change in changes {
-        if text.len().saturating_mul(times) > limit {
-            break;
-        }
-        match change {
-            Change::Replace { pattern, content } if !pattern.is_empty() => {
-                let num_matches = text.matches(pattern).count();
-                let len = text.len() - num_matches * pattern.len();
-                let len = len.saturating_add(num_matches.saturating_mul(content.len()));
-                if len > limit {
-                    return len;
-                }
-                text = text.replace(pattern, content);
-            }
-            Change::ReplaceMatches { content } => {
-                times = times.saturating_mul(content.len().max(1));
-            }
-            Change::Replace { .. } | Change::Prepend(_) => {}
+/// The bytes of a text in base64 (RFC 4648), up to the first letter that is none of it.
+fn from_base64(text: &str) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
+    let (mut bits, mut num_bits) = (0_u32, 0);
+    for letter in text.bytes() {
+        let value = match letter {
+            b'A'..=b'Z' => letter - b'A',
+            b'a'..=b'z' => letter - b'a' + 26,
+            b'0'..=b'9' => letter - b'0' + 52,
+            b'+' => 62,
+            b'/' => 63,
+            _ => break,
+        };
+        bits = bits << 6 | u32::from(value);
+        num_bits += 6;
+        if num_bits >= 8 {
+            num_bits -= 8;
+            bytes.push((bits >> num_bits) as u8);
         }
     }
-    text.len().saturating_mul(times)
+    bytes
+}
+
+/// Checks that templates of a post-processor have a text once.
+fn check_template(part: &Value) -> Result<(), String> {
+    let parts = part["processors"].as_array();
+    parts.into_iter().flatten().try_for_each(check_template)?;
+    let pieces = part["single"].as_array().into_iter().flatten();
+    if pieces
+        .filter(|piece| piece.get("Sequence").is_some())
+        .count()
+        > 1
+    {
+        return Err("its post_processor has a text more than once".to_string());
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -117,46 +248,93 @@ mod tests {
         json!({"type": "Sequence", "normalizers": parts})
     }
 
+    fn check(part: &str, value: Value) -> Result<(), String> {
+        check_growth(json!({part: value}).to_string().as_bytes())
+    }
+
+    fn charsmap(texts: &[u8]) -> Value {
+        const LETTERS: &[u8] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+        let bytes = [&4_u32.to_le_bytes()[..], &[0; 4], texts].concat();
+        let mut text = String::new();
+        for three in bytes.chunks(3) {
+            let bits = three
+                .iter()
+                .fold(0_u32, |bits, byte| bits << 8 | u32::from(*byte));
+            let bits = bits << (8 * (3 - three.len()));
+            let letters =
+                (0..=three.len()).map(|at| LETTERS[(bits >> (18 - 6 * at)) as usize & 63]);
+            text.extend(letters.map(char::from));
+        }
+        json!({"type": "Precompiled", "precompiled_charsmap": text})
+    }
+
     #[test]
     fn what_multiplies_a_text_is_refused() {
         let twenty = replace("a", &"a".repeat(20));
-        check_growth(&twenty).unwrap();
+        check("normalizer", twenty.clone()).unwrap();
         let matches = |content: String| json!({"type": "Replace", "pattern": {"Regex": "."}, "content": content});
+        let lowercase = json!({"type": "Lowercase"});
         let refused = [
-            sequence(&vec![twenty.clone(); 8]),
-            sequence(&[sequence(&[twenty.clone()]), sequence(&[twenty])]),
-            json!({"type": "Sequence", "decoders": vec![matches("b".repeat(20)); 3]}),
-            json!({"type": "Prepend", "prepend": "a".repeat(10 << 20)}),
-            sequence(&[
-                json!({"type": "Prepend", "prepend": "a".repeat(60_000)}),
-                replace("a", "bb"),
-            ]),
+            ("normalizer", sequence(&vec![twenty.clone(); 8])),
+            (
+                "normalizer",
+                sequence(&[sequence(std::slice::from_ref(&twenty)), sequence(&[twenty])]),
+            ),
+            (
+                "decoder",
+                json!({"type": "Sequence", "decoders": vec![matches("b".repeat(20)); 3]}),
+            ),
+            (
+                "normalizer",
+                json!({"type": "Prepend", "prepend": "a".repeat(10 << 20)}),
+            ),
+            // Each alone would do.
+            (
+                "normalizer",
+                sequence(&[
+                    replace("a", &"B".repeat(200)),
+                    lowercase.clone(),
+                    replace("b", &"A".repeat(200)),
+                    lowercase,
+                ]),
+            ),
+            ("normalizer", charsmap(&[b'x'; 1000])),
         ];
-        for part in refused {
-            let error = check_growth(&part).unwrap_err();
-            assert!(
-                error.starts_with("one of its replacements makes"),
-                "{error}"
-            );
+        for (part, value) in refused {
+            let error = check(part, value).unwrap_err();
+            assert!(error.contains("makes a text too long"), "{error}");
         }
-        let error = check_growth(&replace("", "x")).unwrap_err();
+        let error = check("normalizer", replace("", "x")).unwrap_err();
         assert_eq!(error, "it replaces a text without letters by \"x\"");
+        let error = check(
+            "normalizer",
+            json!({"type": "Precompiled", "precompiled_charsmap": "/////w=="}),
+        );
+        assert_eq!(error.unwrap_err(), "its precompiled_charsmap is damaged");
+        let text = json!({"Sequence": {"id": "A", "type_id": 0}});
+        let twice = json!({"type": "TemplateProcessing", "single": [text, text], "pair": [], "special_tokens": {}});
+        let error = check("post_processor", twice).unwrap_err();
+        assert_eq!(error, "its post_processor has a text more than once");
     }
 
     #[test]
     fn what_files_ask_for_is_not() {
-        let usual = sequence(&[
+        let wide = ["ァ", "ィ", "ゥ", "ェ", "ォ", "ッ"];
+        let wide = wide.map(
+            |letter| json!({"type": "Replace", "pattern": {"Regex": letter}, "content": "ア"}),
+        );
+        let usual = [
             json!({"type": "Prepend", "prepend": "▁"}),
             replace(" ", "▁"),
             replace("\n", "<|line|>"),
             replace("\t", "<|tab|>"),
             json!({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}),
             json!({"type": "NFKC"}),
-        ]);
-        check_growth(&usual).unwrap();
-        check_growth(&Value::Null).unwrap();
+        ];
+        check("normalizer", sequence(&[&usual[..], &wide].concat())).unwrap();
+        check("normalizer", Value::Null).unwrap();
         // What an earlier one wrote is replaced by less.
-        let many: Vec<Value> = (0..2000).map(|_| replace("aa", "a")).collect();
-        check_growth(&sequence(&many)).unwrap();
+        let many: Vec<Value> = (0..500).map(|_| replace("aa", "a")).collect();
+        check("normalizer", sequence(&many)).unwrap();
     }
 }

@@ -61,10 +61,10 @@ impl Tokenizer {
                 "{path:?} is not a tokenizer in the format of the `tokenizers` library: {why}\nhint: the file may be damaged or belong to another program; fetch it again or write it with transformers' save_pretrained"
             ))
         };
-        let read = guarded(|| {
+        let read = || {
+            check_growth(&bytes).map_err(|e| not_a_tokenizer(&e))?;
             let tokenizer = tokenizers::Tokenizer::from_bytes(&bytes);
             let mut tokenizer = tokenizer.map_err(|e| not_a_tokenizer(&e))?;
-            check_parts(&tokenizer).map_err(|e| not_a_tokenizer(&e))?;
             tokenizer.with_padding(None);
             if let Err(e) = tokenizer.with_truncation(None) {
                 bail!("cannot turn off the truncation of {path:?}: {e}");
@@ -77,8 +77,8 @@ impl Tokenizer {
             let mut read = Self::new(tokenizer, special, format!("{path:?}"))?;
             read.named.extend(config.named());
             Ok(read)
-        });
-        read.map_err(|panic| not_a_tokenizer(&panic))?
+        };
+        guarded(|| Ok(read())).unwrap_or_else(|panic| Err(not_a_tokenizer(&panic)))
     }
 
     /// A tokenizer that is called `name` in errors.
@@ -177,7 +177,7 @@ impl Tokenizer {
         text: &str,
         encode: impl FnOnce() -> tokenizers::Result<Encoding>,
     ) -> Result<Encoding> {
-        let encoding = guarded(|| encode().map_err(Error::msg)).and_then(|encoding| encoding);
+        let encoding = guarded(|| encode().map_err(Error::msg));
         encoding.map_err(|e| {
             let (name, num_bytes) = (&self.name, text.len());
             Error::msg(format!(
@@ -264,7 +264,7 @@ impl Tokenizer {
                 .decode(ids, skips_special)
                 .map_err(Error::msg)
         };
-        guarded(decode).and_then(|text| text).map_err(|e| {
+        guarded(decode).map_err(|e| {
             let (name, num_ids) = (&self.name, ids.len());
             Error::msg(format!("{name} cannot decode {num_ids} token ids: {e}"))
         })
@@ -342,19 +342,6 @@ impl Tokenizer {
     pub(crate) fn inner(&self) -> &tokenizers::Tokenizer {
         &self.tokenizer
     }
-}
-
-/// Checks that neither the normalizer nor the decoder makes a text much longer.
-fn check_parts(tokenizer: &tokenizers::Tokenizer) -> Result<()> {
-    let normalizer = tokenizer.get_normalizer().map(serde_json::to_value);
-    let decoder = tokenizer.get_decoder().map(serde_json::to_value);
-    for (name, part) in [("normalizer", normalizer), ("decoder", decoder)] {
-        let part = part.transpose().map_err(Error::wrap)?;
-        if let Err(e) = check_growth(&part.unwrap_or_default()) {
-            bail!("its {name} cannot be used: {e}");
-        }
-    }
-    Ok(())
 }
 
 fn missing_file_hint(dir: &Path) -> String {

@@ -45,6 +45,8 @@ impl Frame {
                 let mut text = why.clone().unwrap_or_default().replace('\0', " ");
                 if let Some(Departure { rank, why, .. }) = because_of {
                     let why = why.as_deref().unwrap_or_default().replace('\0', " ");
+                    // There must be room for the words of the rank itself.
+                    let why: String = why.chars().take(MAX_HEAD_BYTES / 16).collect();
                     text = format!("{rank}\0{why}\0{text}");
                 }
                 let text = text.as_bytes();

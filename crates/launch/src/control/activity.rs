@@ -19,7 +19,7 @@ pub(super) struct Activity {
     /// The operation that began last, once it has ended, and when it did.
     ended: Option<(Operation, Duration)>,
     next_id: u64,
-    /// The thread that begins operations.
+    /// The thread that begins operations and waits for them.
     thread: Option<ThreadId>,
     /// Whether several threads do: what one of them waits for another may bring about.
     has_threads: bool,
@@ -50,8 +50,7 @@ impl Activity {
     pub(super) fn begin(&mut self, operation: Operation, now: Duration) -> (u64, bool) {
         let id = self.next_id;
         self.next_id += 1;
-        let thread = std::thread::current().id();
-        self.has_threads |= *self.thread.get_or_insert(thread) != thread;
+        self.note_thread();
         let group = &operation.group.id;
         let is_new = !self.begun.contains_key(group);
         let begun = self.begun.entry(group.clone()).or_default();
@@ -67,7 +66,16 @@ impl Activity {
         (id, is_new)
     }
 
+    /// Notes that this thread begins operations or waits for them.
+    fn note_thread(&mut self) {
+        let thread = std::thread::current().id();
+        self.has_threads |= *self.thread.get_or_insert(thread) != thread;
+    }
+
     pub(super) fn set(&mut self, id: u64, state: State) {
+        if matches!(state, State::Blocked(_)) {
+            self.note_thread();
+        }
         if let Some(open) = self.open.iter_mut().find(|open| open.id == id) {
             open.state = state;
         }

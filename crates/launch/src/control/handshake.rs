@@ -11,7 +11,8 @@
 //! that come: that is why [short secrets](Secret::is_short) are refused. A server answers nothing to who has come for something else than it serves, so it is
 //! of no use to somebody who pretends to be a server of another kind. The random bytes are new for each connection, so what somebody heard of an
 //! earlier one is of no use, and neither end can send the other its own proof back. A rank says nothing of itself before it has seen the
-//! server's proof. This never changes, so that ranks of different versions can tell each other so.
+//! server's proof. This should not change, so that ranks of different versions can tell each other so: builds before the version 5 of ranks, in which
+//! the server went first, only hang up.
 //!
 //! What follows is not encrypted: who can change packets between the hosts is not kept out. But the [`Key`] that both ends have now, and
 //! who passes their words on has not, can seal a message.

@@ -11,10 +11,13 @@ use std::ops::Range;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use super::server::{HANDSHAKE, Serving, Strangers, rank_list};
+use super::server::{HANDSHAKE, Serving, Strangers, allow_connections, rank_list};
 use super::wire::{self, Limits, Timed};
 use super::{Control, ControlConfig, handshake};
 use crate::{Error, Result, Secret, SpokenWait};
+
+/// Files of the connection of a peer: to read, to write, and to close it.
+const FILES_OF_PEER: u64 = 3;
 
 impl Control {
     /// Connects this rank with the first `num_serving` ranks, and these with all others: a stream to each rank that it is connected
@@ -80,6 +83,7 @@ impl Control {
         expected: Range<usize>,
         met: Sender<(usize, TcpStream)>,
     ) -> io::Result<Serving> {
+        allow_connections(expected.len(), FILES_OF_PEER)?;
         let address = match &self.server {
             Some(server) => server.serving.address,
             None => self.link.local_address()?,

@@ -29,6 +29,9 @@ pub(super) use strangers::{Serving, Strangers};
 /// How long a stranger may take to say who it is.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(2);
 
+/// Files of the connection of a rank: one to read, one to write.
+const FILES_OF_RANK: u64 = 2;
+
 /// Files that a rank opens beside the connections of others: data, checkpoints, what it prints.
 const SPARE_FILES: u64 = 16;
 
@@ -47,7 +50,7 @@ impl Server {
             run: Mutex::new(Run::new(config)),
             changed: Condvar::new(),
         });
-        allow_connections(config.world_size)?;
+        allow_connections(config.world_size, FILES_OF_RANK)?;
         let (meeting, listening, watching) = (hub.clone(), hub.clone(), hub.clone());
         let serving = Strangers::serve(
             listener,
@@ -76,22 +79,22 @@ impl Drop for Server {
     }
 }
 
-/// Lets this process have as many files open as connections of ranks take, of which it has three each.
+/// Lets this process have `num_ranks` connections of ranks open, with as many files each.
 ///
 /// # Errors
-/// It may not, and could not have those of all ranks beside what it opens by itself.
-fn allow_connections(world_size: usize) -> io::Result<()> {
+/// It may not, beside what it opens by itself.
+pub(super) fn allow_connections(num_ranks: usize, files_each: u64) -> io::Result<()> {
     let (now, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    let wanted = 4 * world_size as u64 + 2048;
-    if now < wanted {
-        setrlimit(Resource::RLIMIT_NOFILE, wanted.min(most), most)?;
-    }
     let num_open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count) as u64;
-    let needed = num_open + 3 * world_size as u64 + SPARE_FILES;
-    if now.max(most) < needed {
+    let needed = num_open + files_each * num_ranks as u64 + SPARE_FILES;
+    let wanted = most.min(needed + 2048);
+    // Where it is forbidden to ask for more, what there is may do.
+    let is_raised = now < wanted && setrlimit(Resource::RLIMIT_NOFILE, wanted, most).is_ok();
+    let may = if is_raised { wanted } else { now };
+    if may < needed {
         return Err(io::Error::other(format!(
-            "it may have {most} files open, expected at least {needed}, three for each of {world_size} ranks and {SPARE_FILES} to \
-             spare\nhint: raise the limit on open files (`ulimit -n`)"
+            "it may have {may} files open, expected at least {needed}, {files_each} for each of {num_ranks} ranks and {SPARE_FILES} \
+             to spare\nhint: raise the limit on open files (`ulimit -n`)"
         )));
     }
     Ok(())

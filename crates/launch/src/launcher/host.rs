@@ -46,6 +46,7 @@ impl Host {
 /// The name of this host: CANDLE_TRAIN_HOST, or else the system's.
 fn own_name() -> String {
     let given = std::env::var("CANDLE_TRAIN_HOST").ok();
+    let given = given.filter(|name| !name.trim().is_empty());
     let name = given.or_else(|| nix::unistd::gethostname().ok()?.into_string().ok());
     name.unwrap_or_else(|| "localhost".to_string())
 }

@@ -107,7 +107,11 @@ impl Identity {
             };
             return Self::checked(started_by, rank, size, local);
         }
-        Self::read_slurm(vars)
+        let identity = Self::read_slurm(vars)?;
+        if identity.started_by == StartedBy::Nobody && vars.is_set("MASTER_ADDR") {
+            check_not_emptied(vars)?;
+        }
+        Ok(identity)
     }
 
     fn read_slurm(vars: &Variables) -> Result<Self> {
@@ -169,6 +173,19 @@ impl Identity {
             local_world_size: local_world_size.1,
         })
     }
+}
+
+/// Checks that the numbers of a rank are not there as empty texts: who is told where the ranks meet is not meant to be alone.
+fn check_not_emptied(vars: &Variables) -> Result<()> {
+    for name in ["RANK", "WORLD_SIZE"] {
+        if vars.even_empty(name).is_some() && !vars.is_set(name) {
+            return Err(Error::Environment(format!(
+                "{name} is set to nothing, but MASTER_ADDR says where ranks meet\n\
+                 hint: set {name} to a number, or unset both for a run of one process"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Rank and number of ranks on this host. Both may be missing in a run of one rank only.

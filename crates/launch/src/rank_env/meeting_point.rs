@@ -29,10 +29,11 @@ pub(super) struct MeetingPoint {
 impl MeetingPoint {
     pub(super) fn read(vars: &Variables, identity: &Identity) -> Result<Self> {
         let job = job_name(vars, identity.started_by);
-        let given = given_secret(vars, false)?;
         // A process that is alone meets nobody, so what others have set for themselves may be anything: Kubernetes sets the port of a service
         // called "master" to a URL.
         let is_alone = identity.world_size == 1;
+        let given = given_secret(vars, false);
+        let given = given.or_else(|error| is_alone.then_some(None).ok_or(error))?;
         let address =
             address(vars, identity).or_else(|error| is_alone.then_some(None).ok_or(error))?;
         let port = port(vars, job.as_deref());

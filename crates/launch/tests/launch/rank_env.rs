@@ -91,6 +91,8 @@ fn what_a_process_that_is_alone_does_not_need_is_no_error() {
         ("LOCAL_RANK", "0"),
         ("LOCAL_WORLD_SIZE", "2"),
     ];
+    let emptied = error(&[("RANK", ""), ("WORLD_SIZE", ""), ("MASTER_ADDR", "node1")]);
+    assert!(emptied.starts_with("RANK is set to nothing"), "{emptied}");
     let said = error(&with(&two, &service));
     assert!(said.starts_with("MASTER_PORT: expected a port"), "{said}");
 }

@@ -2,6 +2,7 @@
 
 use std::fs::{remove_dir, remove_dir_all, remove_file};
 use std::io::Result;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -11,6 +12,8 @@ static LEFTOVERS: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
 #[derive(Clone, Debug, PartialEq)]
 struct Entry {
     path: PathBuf,
+    /// Which file or folder it is, of which device: another one that has its name by now is somebody else's.
+    identity: Option<(u64, u64)>,
     /// Whether a folder goes with what is in it.
     with_content: bool,
 }
@@ -41,7 +44,11 @@ impl Leftover {
     }
 
     fn add(all: &mut Vec<Entry>, path: PathBuf, with_content: bool) -> Self {
-        let entry = Entry { path, with_content };
+        let entry = Entry {
+            identity: identity(&path),
+            path,
+            with_content,
+        };
         all.push(entry.clone());
         Self(entry)
     }
@@ -64,7 +71,13 @@ impl Drop for Leftover {
 /// more, and its threads wait for ever where they make more, or give what was removed its name.
 pub fn remove_leftovers() {
     let all = leftovers();
-    for Entry { path, with_content } in all.iter().rev() {
+    for entry in all.iter().rev() {
+        let Entry {
+            path, with_content, ..
+        } = entry;
+        if entry.identity.is_none() || entry.identity != identity(path) {
+            continue;
+        }
         let removed = remove_file(path);
         // What is not empty stays, and what cannot be removed.
         let _ = removed.or_else(|_| {
@@ -82,6 +95,12 @@ pub fn remove_leftovers() {
 pub(super) fn named<T>(name: impl FnOnce() -> T) -> T {
     let _all = leftovers();
     name()
+}
+
+/// Which file or folder has this name.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let metadata = path.symlink_metadata().ok()?;
+    Some((metadata.dev(), metadata.ino()))
 }
 
 fn leftovers() -> MutexGuard<'static, Vec<Entry>> {

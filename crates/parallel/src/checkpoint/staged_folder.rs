@@ -53,11 +53,17 @@ impl StagedFolder {
     /// perhaps without its name, which [`Self::recover`] gives back.
     pub fn commit(mut self, replaces: bool) -> Result<()> {
         sync_all(&self.staged)?;
-        named(|| match fs::rename(&self.staged, &self.place) {
+        let replaced = named(|| match fs::rename(&self.staged, &self.place) {
             Err(err) if replaces && is_not_empty(&err) => self.swap(),
-            renamed => renamed,
+            renamed => renamed.map(|()| None),
         })?;
         self.is_committed = true;
+        // What stays of it is deleted by `recover`. This may take long, and holds up nobody who ends the process.
+        match replaced {
+            Some(replaced) if replaced == self.staged => drop(remove(&replaced)),
+            Some(replaced) => drop(delete(&self.place, &replaced)),
+            None => {}
+        }
         // It has its name, whatever becomes of it in a power failure.
         if let Err(err) = sync_parent(&self.place) {
             tracing::warn!(
@@ -68,14 +74,13 @@ impl StagedFolder {
         Ok(())
     }
 
-    /// Takes the place of what has the name: at no moment does nothing have it, where the file system can exchange two folders.
-    fn swap(&mut self) -> Result<()> {
+    /// Takes the place of what has the name: at no moment does nothing have it, where the file system can exchange two folders. Returns where
+    /// what was replaced is, if it may be deleted.
+    fn swap(&mut self) -> Result<Option<PathBuf>> {
         if exchange(&self.staged, &self.place).is_ok() {
-            // What has the staged name now is what was replaced; `recover` deletes what stays of it.
-            if sync_parent(&self.place).is_ok() {
-                let _ = remove(&self.staged);
-            }
-            return Ok(());
+            // What has the staged name now is what was replaced.
+            let is_flushed = sync_parent(&self.place).is_ok();
+            return Ok(is_flushed.then(|| self.staged.clone()));
         }
         let replaced = beside(&self.place, "replaced")?;
         fs::rename(&self.place, &replaced)?;
@@ -85,11 +90,8 @@ impl StagedFolder {
             self.is_committed = fs::rename(&replaced, &self.place).is_err();
             return Err(err);
         }
-        // What stays is deleted by `recover`.
-        if sync_parent(&self.place).is_ok() {
-            let _ = delete(&self.place, &replaced);
-        }
-        Ok(())
+        let is_flushed = sync_parent(&self.place).is_ok();
+        Ok(is_flushed.then_some(replaced))
     }
 
     /// Finishes or removes what a process that was killed has left beside `place`.

@@ -4,7 +4,7 @@
 //! looks for the address among the files that are mapped, says which one it was and ends the process.
 
 use std::fmt::Display;
-use std::io::{IsTerminal, stderr};
+use std::io::{IsTerminal, Write, stderr};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
@@ -212,10 +212,9 @@ fn end(place: &'static Place) -> ! {
     };
     // Several threads may read it. This one waits, as the file system may not answer.
     if !IS_ENDING.swap(true, Ordering::AcqRel) && Builder::new().spawn(tell).is_err() {
-        print_in_time(format!(
-            "error: {} cannot be read any more\n",
-            place.path.display()
-        ));
+        // On this thread then, for all the risk that it holds a lock.
+        let _ = stderr().write_all(place.tell().as_bytes());
+        remove_leftovers();
     } else {
         sleep(PATIENCE);
     }

@@ -27,8 +27,7 @@ impl ParquetRows {
         let reader = guarded(|| {
             let file = open_file(path).map_err(Error::wrap)?;
             SerializedFileReader::new(file).map_err(Error::wrap)
-        })
-        .and_then(|reader| reader);
+        });
         let reader = match reader {
             Ok(reader) => reader,
             Err(err) => bail!("cannot read data file {path:?}: {err}"),
@@ -47,7 +46,7 @@ impl ParquetRows {
     /// # Errors
     /// The file is damaged.
     pub fn next_row(&mut self) -> Result<Option<Value>> {
-        let row = guarded(|| self.rows.next().transpose().map_err(Error::wrap)).and_then(|row| row);
+        let row = guarded(|| self.rows.next().transpose().map_err(Error::wrap));
         match row.and_then(|row| row.as_ref().map(value_of_row).transpose()) {
             Ok(row) => Ok(row),
             Err(err) => bail!("cannot read data file {:?}: {err}", self.path),

@@ -1,6 +1,7 @@
 //! What was found in a data set.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -143,7 +144,10 @@ impl DataReport {
         let mut lines = data.choices().to_vec();
         if !data.skipped().is_empty() {
             let name = |path: &PathBuf| {
-                let is_dangling = path.is_symlink() && !path.exists();
+                let is_missing = path
+                    .metadata()
+                    .is_err_and(|err| err.kind() == ErrorKind::NotFound);
+                let is_dangling = path.is_symlink() && is_missing;
                 let what = if is_dangling {
                     " (a link to nothing)"
                 } else {

@@ -3,7 +3,7 @@
 use std::fs::{self, DirEntry, File};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{BufWriter, Read};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -152,6 +152,12 @@ impl TokenCache {
         }
     }
 
+    /// The mode of its files. The data may be nobody else's business, and so are its tokens; but a folder in which others may write is shared.
+    fn mode(&self) -> std::io::Result<u32> {
+        let is_shared = self.dir.metadata()?.mode() & 0o022 != 0;
+        Ok(if is_shared { 0o644 } else { 0o600 })
+    }
+
     fn entries(&self) -> impl Iterator<Item = DirEntry> + use<> {
         fs::read_dir(&self.dir).into_iter().flatten().flatten()
     }
@@ -201,10 +207,10 @@ impl TokenCache {
             ".{key}.{:016x}{PARTIAL}",
             RandomState::new().hash_one(key)
         ));
-        // The data may be nobody else's business, and so are its tokens.
-        let mut private = File::options();
-        let private = private.write(true).create_new(true).mode(0o600);
-        let made = fs::create_dir_all(&self.dir).and_then(|()| private.open(&partial));
+        let mut options = File::options();
+        let options = options.write(true).create_new(true);
+        let made =
+            fs::create_dir_all(&self.dir).and_then(|()| options.mode(self.mode()?).open(&partial));
         let Ok(file) = made else {
             return Ok(None);
         };

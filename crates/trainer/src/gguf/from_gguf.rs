@@ -69,8 +69,7 @@ pub fn tokenizer_from_gguf(metadata: &GgufMetadata) -> Result<Tokenizer> {
             "the file's tokenizer".into(),
         )
     });
-    made.and_then(|made| made)
-        .map_err(|err| Error::msg(format!("the file's tokenizer cannot be made: {err}")))
+    made.map_err(|err| Error::msg(format!("the file's tokenizer cannot be made: {err}")))
 }
 
 /// The chat template of a file, which `path` is called in errors.

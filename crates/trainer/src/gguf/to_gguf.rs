@@ -390,8 +390,8 @@ fn has_unreachable(tokenizer: &Tokenizer, json: &Value) -> bool {
     let vocab = json["model"]["vocab"].as_object();
     vocab.into_iter().flatten().any(|(text, id)| {
         let id = id.as_u64().unwrap_or_default() as u32;
-        let ids = guarded(|| plain.encode_fast(text.as_str(), false));
-        !added.contains_key(&id) && !ids.is_ok_and(|ids| ids.is_ok_and(|ids| ids.get_ids() == [id]))
+        let ids = guarded(|| plain.encode_fast(text.as_str(), false).map_err(Error::msg));
+        !added.contains_key(&id) && !ids.is_ok_and(|ids| ids.get_ids() == [id])
     })
 }
 

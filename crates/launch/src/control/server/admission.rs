@@ -19,6 +19,19 @@ impl Run {
         now: Duration,
     ) -> Option<u64> {
         if self.started {
+            if let Some(peer) = &mut self.peers[hello.rank]
+                && (&peer.hello.host, peer.hello.pid) == (&hello.host, hello.pid)
+                && !peer.has_spoken
+            {
+                // It gave up waiting for a word a moment before the last rank came.
+                peer.connection = self.next_connection;
+                self.next_connection += 1;
+                peer.outbox = outbox;
+                peer.heard = now;
+                let host = self.own.host.clone();
+                peer.outbox.tell(&ToRank::Welcome { host });
+                return Some(peer.connection);
+            }
             let message = format!(
                 "rank {} on host {} comes too late: all {} ranks of the run are there already",
                 hello.rank,
@@ -60,6 +73,7 @@ impl Run {
             outbox,
             snapshot: Snapshot::default(),
             heard: now,
+            has_spoken: false,
             left: false,
             failed: None,
             noted: false,

@@ -33,6 +33,10 @@ impl Run {
         let Some(peer) = &mut self.peers[rank] else {
             return;
         };
+        if !peer.has_spoken {
+            // It may come again, if it has not heard of the start; else it is silent.
+            return;
+        }
         peer.gone = true;
         if !peer.left && peer.failed.is_none() {
             let between = format!(" {}\n  its last operation", died(why));
@@ -160,72 +164,65 @@ impl Run {
 
     /// Ends the run if ranks wait for each other in different groups. Those whose GPUs wait are left to the deadline: their programs
     /// may go on and call what the others wait for.
+    ///
+    /// What ranks said at different times makes no false circle: one that had not called an operation when it spoke last keeps who waits for
+    /// it waiting at that time too, and who only waits calls nothing.
     pub fn find_circle(&mut self, now: Duration) {
         if self.failure.is_some() || self.held.is_some() {
             return;
         }
-        let Some(circle) = (0..self.peers.len()).find_map(|rank| self.circle(rank)) else {
-            return;
-        };
-        // A rank that waits calls nothing, so these wait for each other if there was a moment at which all of them did.
-        let waits = circle.iter().filter_map(|rank| {
-            let (peer, blocked) = self.only_waits(*rank)?;
-            let waited = Duration::try_from_secs_f64(blocked.secs).ok()?;
-            Some((peer.heard.saturating_sub(waited), peer.heard))
-        });
-        let waits: Vec<_> = waits.collect();
-        let begun = waits.iter().map(|(begun, _)| *begun).max();
-        let heard = waits.iter().map(|(_, heard)| *heard).min();
-        let is_long = |(begun, heard)| heard >= begun + CIRCLE;
-        if !begun.zip(heard).is_some_and(is_long) {
-            return;
+        if let Some(circle) = self.circle() {
+            let message = format!(
+                "{} wait for each other in different groups\n{}\n\
+                 hint: every rank must call the same operations in the same order; what saves, evaluates or gathers is every rank's \
+                 call, not that of one (`if rank == 0`)",
+                rank_list(&circle),
+                self.report(now)
+            );
+            self.announce(FailureKind::Deadlock, None, message);
         }
-        let message = format!(
-            "{} wait for each other in different groups\n{}\n\
-             hint: every rank must call the same operations in the same order; what saves, evaluates or gathers is every rank's call, \
-             not that of one (`if rank == 0`)",
-            rank_list(&circle),
-            self.report(now)
-        );
-        self.announce(FailureKind::Deadlock, None, message);
     }
 
-    /// The operation that a rank waits for, if that is all it does.
-    fn only_waits(&self, rank: usize) -> Option<(&Peer, &BlockedIn)> {
+    /// The operation that a rank has waited for so long that it may be part of a circle, if that is all it does.
+    fn only_waits(&self, rank: usize) -> Option<&BlockedIn> {
         let peer = self.peers.get(rank)?.as_ref()?;
         let blocked = peer.snapshot.blocked.as_ref()?;
-        let is_all = blocked.is_all && !peer.left && !peer.gone && peer.failed.is_none();
-        is_all.then_some((peer, blocked))
+        let is_all = blocked.is_all && blocked.secs >= CIRCLE.as_secs_f64();
+        (is_all && !peer.left && !peer.gone && peer.failed.is_none()).then_some(blocked)
     }
 
     /// The ranks that have not called what a rank waits for and that only wait themselves.
     fn awaited(&self, rank: usize) -> Vec<usize> {
-        let Some((_, blocked)) = self.only_waits(rank) else {
-            return Vec::new();
-        };
-        let (Some(group), Some(seq)) = (self.groups.get(&blocked.group), blocked.seq) else {
+        let of_group = self.only_waits(rank).and_then(|blocked| {
+            let group = self.groups.get(&blocked.group)?;
+            Some((group, blocked.seq?))
+        });
+        let Some((group, seq)) = of_group else {
             return Vec::new();
         };
         let members = group.members.iter().copied();
         let awaited = members.filter(|member| self.progress(*member, group).begun <= seq);
-        awaited
-            .filter(|member| self.only_waits(*member).is_some())
-            .collect()
+        let awaited = awaited.filter(|member| self.only_waits(*member).is_some());
+        awaited.collect()
     }
 
-    /// Ranks, this one first, each of which waits for the next, and the last one for this one.
-    fn circle(&self, rank: usize) -> Option<Vec<usize>> {
-        let mut path = vec![(rank, self.awaited(rank))];
+    /// Ranks each of which waits for the next, and the last one for the first.
+    fn circle(&self) -> Option<Vec<usize>> {
         let mut is_seen = vec![false; self.peers.len()];
-        while let Some((_, awaited)) = path.last_mut() {
-            match awaited.pop() {
-                None => drop(path.pop()),
-                Some(next) if next == rank => {
-                    return Some(path.into_iter().map(|(rank, _)| rank).collect());
+        for first in 0..self.peers.len() {
+            let mut path = vec![(first, self.awaited(first))];
+            is_seen[first] = true;
+            while let Some((_, awaited)) = path.last_mut() {
+                let Some(next) = awaited.pop() else {
+                    path.pop();
+                    continue;
+                };
+                if let Some(begin) = path.iter().position(|(rank, _)| *rank == next) {
+                    let mut circle: Vec<_> = path[begin..].iter().map(|(rank, _)| *rank).collect();
+                    circle.sort_unstable();
+                    return Some(circle);
                 }
-                Some(next) if is_seen[next] => {}
-                Some(next) => {
-                    is_seen[next] = true;
+                if !std::mem::replace(&mut is_seen[next], true) {
                     path.push((next, self.awaited(next)));
                 }
             }

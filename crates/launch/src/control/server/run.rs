@@ -45,6 +45,8 @@ pub(super) struct Peer {
     /// What it last said it does, and when it last said anything.
     pub snapshot: Snapshot,
     pub heard: Duration,
+    /// It has said something since the start.
+    pub has_spoken: bool,
     /// It has said goodbye.
     pub left: bool,
     /// It has said that it failed, and why.
@@ -112,6 +114,7 @@ impl Run {
             return;
         };
         peer.heard = now;
+        peer.has_spoken = true;
         match message {
             FromRank::Beat(snapshot) => peer.snapshot = snapshot,
             FromRank::Group(group) => drop(self.groups.insert(group.id.clone(), group)),

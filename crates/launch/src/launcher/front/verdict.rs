@@ -28,10 +28,12 @@ impl RankEnd {
         lines.find_map(|line| Some(line.split_once(STOPS)?.1))
     }
 
-    /// The number of that one.
+    /// The number of that one. A rank that is blocked waits for others, and is not to blame.
     fn rank_to_blame(&self) -> Option<usize> {
         let words = self.peer_to_blame()?.strip_prefix("rank ")?;
-        words.split(' ').next()?.parse().ok()
+        let (number, what) = words.split_once(' ')?;
+        let is_victim = what.starts_with("is blocked");
+        number.parse().ok().filter(|_| !is_victim)
     }
 }
 
@@ -84,7 +86,13 @@ impl Failures {
         let told = told.min_by_key(|rank| rank.ended_at).copied();
         let is_after_words = |at: Instant| told.is_some_and(|told| told.ended_at <= at);
         let blamed = told.and_then(RankEnd::rank_to_blame);
-        if let Some(culprit) = own.iter().find(|rank| Some(rank.rank) == blamed) {
+        // What a signal ends after these words is mpirun's doing.
+        let is_ended_by_mpi = |rank: &RankEnd| {
+            let by_signal = rank.end.stopped_by().is_some() || rank.end == End::Killed(9);
+            layout.mpi.is_some() && is_after_words(rank.ended_at) && by_signal
+        };
+        let mut culprits = own.iter().filter(|rank| Some(rank.rank) == blamed);
+        if let Some(culprit) = culprits.find(|rank| !is_ended_by_mpi(rank)) {
             return Some(Cause::Rank(culprit));
         }
         own.retain(|rank| !is_after_words(rank.ended_at));

@@ -240,10 +240,11 @@ impl CheckpointFolder {
         manifest.is_ok_and(|manifest| manifest.run == run)
     }
 
-    /// Takes their names from the older ones of the checkpoints up to `step`, but for the newest `keep`, the one with the least evaluation
+    /// Takes their names from the older ones of the checkpoints of `run` up to `step`, but for the newest `keep`, the one with the least evaluation
     /// loss, and the newest one of fewer than `spared_before` steps; returns the folders, which are to be removed.
     pub fn hide_old(
         &self,
+        run: &str,
         step: usize,
         keep: usize,
         spared_before: Option<usize>,
@@ -251,7 +252,7 @@ impl CheckpointFolder {
         let steps = self.steps()?.into_iter().filter(|&other| other <= step);
         let ours = steps.filter_map(|step| {
             let manifest = CheckpointManifest::read(&self.path(step)).ok()?;
-            Some((step, manifest.eval_loss))
+            (manifest.run == run).then_some((step, manifest.eval_loss))
         });
         let ours: Vec<(usize, Option<f64>)> = ours.collect();
         let evaluated = ours.iter().filter_map(|&(step, loss)| Some((step, loss?)));

@@ -440,7 +440,7 @@ impl CheckpointSaver {
             return Ok(());
         }
         self.wait_for_remover();
-        let hidden = self.folder.hide_old(step, self.keep, spared_before)?;
+        let hidden = (self.folder).hide_old(&self.run, step, self.keep, spared_before)?;
         let remove = move || {
             // What stays is hidden, and the next run removes it.
             hidden
