@@ -41,32 +41,24 @@ pub(crate) fn check_growth(file: &[u8]) -> Result<(), String> {
     normalizer
         .iter()
         .for_each(|it| collect_normalizers(it, &mut normalizers));
-    check_changes(
-        &normalizers,
-        |it| written(it),
-        |normalizer, text| {
-            let mut text = NormalizedString::from(text);
-            normalizer
-                .normalize(&mut text)
-                .map_err(|err| err.to_string())?;
-            Ok(text.get().to_string())
-        },
-    )?;
+    check_changes(&normalizers, written, |normalizer, text| {
+        let mut text = NormalizedString::from(text);
+        normalizer
+            .normalize(&mut text)
+            .map_err(|err| err.to_string())?;
+        Ok(text.get().to_string())
+    })?;
     let decoder: Option<DecoderWrapper> = part(parts.decoder)?;
     let mut decoders = Vec::new();
     decoder
         .iter()
         .for_each(|it| collect_decoders(it, &mut decoders));
-    check_changes(
-        &decoders,
-        |it| written(it),
-        |decoder, text| {
-            let tokens = decoder
-                .decode_chain(vec![text])
-                .map_err(|err| err.to_string())?;
-            Ok(tokens.concat())
-        },
-    )?;
+    check_changes(&decoders, written, |decoder, text| {
+        let tokens = decoder
+            .decode_chain(vec![text])
+            .map_err(|err| err.to_string())?;
+        Ok(tokens.concat())
+    })?;
     check_template(&parts.post_processor)?;
     let post_processor: Option<PostProcessorWrapper> = part(parts.post_processor)?;
     let num_added = post_processor.map_or(0, |it| it.added_tokens(false));
