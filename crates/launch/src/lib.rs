@@ -7,6 +7,7 @@ mod fingerprint;
 mod interrupts;
 pub mod launcher;
 mod limits;
+mod long_words;
 mod own_file;
 mod rank_env;
 mod secret;
@@ -27,6 +28,7 @@ pub use launcher::{
     WOULD_FAIL_AGAIN_EXIT_CODE,
 };
 pub use limits::{THREADS_HINT, at_limit, hint_of_files};
+pub use long_words::without_long_words;
 pub use own_file::open_own_file;
 pub use rank_env::{RankEnv, StartedBy};
 pub use secret::Secret;

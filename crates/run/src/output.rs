@@ -1,6 +1,5 @@
 //! What a program prints, and how it ends.
 
-use std::borrow::Cow;
 use std::io::{stderr, stdout};
 use std::process::ExitCode;
 use std::sync::OnceLock;
@@ -10,7 +9,7 @@ use candle_comm::message_of;
 use candle_core::{Error, Result};
 use candle_launch::{
     CANNOT_GO_ON_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE, has_no_reader, hint_of_files,
-    write_whole,
+    without_long_words, write_whole,
 };
 
 /// The first error of stdout, after which nothing more is written to it: half a line would be between others.
@@ -119,28 +118,6 @@ pub fn code_of_refusal(env: &RankEnv) -> u8 {
 /// An error as a sentence, with its hints below.
 pub fn in_words(err: &Error) -> String {
     sentence(&message_of(err))
-}
-
-/// A word has so many letters before its middle is left out: names of tensors, files and fields are a stranger's and may have any length.
-const LONG_WORD: usize = 1000;
-
-/// A text in which words of more than a thousand letters have their beginning and end only.
-fn without_long_words(text: &str) -> Cow<'_, str> {
-    if text.len() <= LONG_WORD {
-        return text.into();
-    }
-    let words = text.split_inclusive(char::is_whitespace);
-    let words = words.map(|word| {
-        let num_letters = word.trim_end().chars().count();
-        if num_letters <= LONG_WORD {
-            return word.to_string();
-        }
-        let head: String = word.chars().take(LONG_WORD / 3).collect();
-        // With the white space behind it.
-        let tail: String = word.chars().skip(num_letters - LONG_WORD / 3).collect();
-        format!("{head}..({num_letters} letters)..{tail}")
-    });
-    words.collect()
 }
 
 /// What candle writes as one line for each context of an error, outermost first, becomes one line. Hints and indented

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use candle_core::Result;
-use candle_launch::RankEnv;
+use candle_launch::{RankEnv, without_long_words};
 use candle_train_run::{
     Idle, Layer, check_printed, find, in_words, keep_printed, leave_out, numbers_may_be_negative,
     print_error, print_for_all, print_message, read_table, words_of_layers,
@@ -182,7 +182,9 @@ fn is_training(command: &Command) -> bool {
 /// As clap does with what is wrong on a command line, but once for all ranks.
 fn exit_with_usage(err: &clap::Error, is_training: bool) -> ! {
     let is_one_of_several = RankEnv::from_env().is_ok_and(|env| env.world_size() > 1);
-    if !(err.use_stderr() && is_training && is_one_of_several) {
+    let message = err.render().to_string();
+    let is_short = without_long_words(&message) == message;
+    if is_short && !(err.use_stderr() && is_training && is_one_of_several) {
         if err.use_stderr() {
             err.exit()
         }
@@ -194,9 +196,8 @@ fn exit_with_usage(err: &clap::Error, is_training: bool) -> ! {
         }
         std::process::exit(err.exit_code())
     }
-    let message = err.render().to_string();
     let message = message.strip_prefix("error: ").unwrap_or(&message);
-    exit_with_message(message.trim_end(), true)
+    exit_with_message(&without_long_words(message.trim_end()), is_training)
 }
 
 fn exit_with_message(message: &str, is_training: bool) -> ! {

@@ -1,6 +1,7 @@
 //! Values that a flag cannot have, each refused before a step is made; and that those it can have change what is trained.
 
 use std::fs;
+use std::process::Command;
 
 use super::folder::read_tensors;
 use super::workspace::{Workspace, candle_train};
@@ -343,4 +344,25 @@ fn flags_that_would_do_nothing_are_refused() {
     );
     let short = pretrain.flag("--seq-len", 32).flag("--max-positions", 16);
     workspace.refuses(&short, &["--seq-len 32", "16 tokens"]);
+}
+
+/// Of names of any length a message has the beginning and the end.
+#[test]
+fn long_names_do_not_fill_the_screen() {
+    let long = "x".repeat(100_000);
+    let commands: [&[&str]; 5] = [
+        &[&long],
+        &["finetune", &format!("--{long}")],
+        &["finetune", "--model", &long, "--data", "text.txt"],
+        &["preview", "--model", "nowhere", "--data", &long],
+        &["launch", "--nproc-per-node", "1", &long],
+    ];
+    for words in commands {
+        let output = Command::new(env!("CARGO_BIN_EXE_candle-train"))
+            .args(words)
+            .output()
+            .unwrap();
+        assert!(!output.status.success());
+        assert!(output.stderr.len() < 4000, "{:.60?}", words.concat());
+    }
 }

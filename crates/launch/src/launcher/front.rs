@@ -27,7 +27,7 @@ use super::layout::Layout;
 use super::mpi::{self, Mpi};
 use super::wire::Report;
 use super::{dry_run, member, process_tree, program, signals, thread};
-use crate::{Error, Result, has_no_reader, write_whole};
+use crate::{Error, Result, has_no_reader, without_long_words, write_whole};
 use door::Door;
 use labelled_output::{LabelledOutput, RankOutputs};
 use process::Process;
@@ -190,6 +190,7 @@ impl Front<'_> {
 }
 
 pub(super) fn say(sentence: &str) {
+    let sentence = without_long_words(sentence);
     let _ = writeln!(stderr(), "candle-train: {sentence}");
 }
 
