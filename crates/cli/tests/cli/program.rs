@@ -30,15 +30,15 @@ pub struct Program {
     has_reader: bool,
 }
 
-/// A command's process hears SIGINT and SIGQUIT, also if the tests do not: a shell lets what it runs in the background ignore them, and that
-/// passes to every process started from there.
+/// A command's process hears SIGINT, SIGQUIT and SIGHUP, also if the tests do not: a shell lets what it runs in the background ignore the first two,
+/// `nohup` the last, and that passes to every process started from there.
 #[allow(unsafe_code)]
 pub fn hear_terminal(command: &mut Command) -> &mut Command {
     let hear = || {
-        // SAFETY: no handler is set, and none is there that could be replaced in a process of one thread that starts a program.
-        unsafe { signal(Signal::SIGINT, SigHandler::SigDfl) }?;
-        // SAFETY: as above.
-        unsafe { signal(Signal::SIGQUIT, SigHandler::SigDfl) }?;
+        for heard in [Signal::SIGINT, Signal::SIGQUIT, Signal::SIGHUP] {
+            // SAFETY: no handler is set, and none is there that could be replaced in a process of one thread that starts a program.
+            unsafe { signal(heard, SigHandler::SigDfl) }?;
+        }
         Ok(())
     };
     // SAFETY: what is called there are system calls, which may be made between fork and exec.
