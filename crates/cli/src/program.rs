@@ -267,7 +267,6 @@ pub fn run_with_flags<S: Start>(name: &'static str, run: &Run<S>) -> ExitCode {
         defaults: with_own(&all),
         defaults_of_any_model: with_own(&of_data),
     };
-    end_when_a_file_is_cut();
     let idle = |training: &Training<S>| training.run.idle();
     let (training, file) = parse_command(command, beside, idle);
     end_when_a_file_is_cut();

@@ -31,6 +31,7 @@ mod process_tree;
 mod program;
 mod rank_variables;
 mod rendezvous_address;
+mod say;
 mod signals;
 mod thread;
 mod wire;

@@ -1,6 +1,6 @@
 //! How much longer a tokenizer may make a text before it is split, or tokens when they become text.
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokenizers::{
     Decoder, DecoderWrapper, NormalizedString, Normalizer, NormalizerWrapper, PostProcessor,
@@ -20,9 +20,8 @@ const MOST_ADDED: usize = 1 << 16;
 const MOST_TRIED: usize = 64 << 20;
 
 /// The parts of a `tokenizer.json` that make texts longer.
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
 #[serde(default)]
-#[derive(Default)]
 struct Parts {
     normalizer: Value,
     decoder: Value,
@@ -41,7 +40,7 @@ pub(crate) fn check_growth(file: &[u8]) -> Result<(), String> {
     normalizer
         .iter()
         .for_each(|it| collect_normalizers(it, &mut normalizers));
-    check_changes(&normalizers, written, |normalizer, text| {
+    check_changes(&normalizers, |normalizer, text| {
         let mut text = NormalizedString::from(text);
         normalizer
             .normalize(&mut text)
@@ -53,7 +52,7 @@ pub(crate) fn check_growth(file: &[u8]) -> Result<(), String> {
     decoder
         .iter()
         .for_each(|it| collect_decoders(it, &mut decoders));
-    check_changes(&decoders, written, |decoder, text| {
+    check_changes(&decoders, |decoder, text| {
         let tokens = decoder
             .decode_chain(vec![text])
             .map_err(|err| err.to_string())?;
@@ -105,7 +104,7 @@ struct Written {
 }
 
 /// What a change writes of its own, if it does.
-fn written(change: &impl serde::Serialize) -> Result<Option<Written>, String> {
+fn written(change: &impl Serialize) -> Result<Option<Written>, String> {
     let change = serde_json::to_value(change).map_err(|err| err.to_string())?;
     let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
     Ok(match change["type"].as_str() {
@@ -131,9 +130,8 @@ fn written(change: &impl serde::Serialize) -> Result<Option<Written>, String> {
 }
 
 /// Checks what changes write, which those behind them change again: from the last one on, so that each is bounded before it is tried.
-fn check_changes<T>(
+fn check_changes<T: Serialize>(
     changes: &[&T],
-    written: impl Fn(&T) -> Result<Option<Written>, String>,
     change: impl Fn(&T, String) -> Result<String, String>,
 ) -> Result<(), String> {
     let mut num_tried = 0;

@@ -346,7 +346,7 @@ fn flags_that_would_do_nothing_are_refused() {
     workspace.refuses(&short, &["--seq-len 32", "16 tokens"]);
 }
 
-/// Of names of any length a message has the beginning and the end.
+/// A message has the beginning and the end of a name, however long that is.
 #[test]
 fn long_names_do_not_fill_the_screen() {
     let long = "x".repeat(100_000);

@@ -1,4 +1,4 @@
-//! What a command leaves that is ended in the middle.
+//! Leftovers of commands that are ended in the middle.
 
 use std::fs::{self, File};
 

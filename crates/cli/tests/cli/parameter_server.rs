@@ -245,9 +245,10 @@ fn a_rank_that_is_stopped_is_named_last_whoever_ends_first() {
         let (program, _) = replicas(&workspace, 2);
         let program = with_servers(program, num_servers).flag("--steps", 100_000);
         let program = program.flag("--rank-timeout", 2);
-        let program = match is_async {
-            true => program.switch("--async"),
-            false => program,
+        let program = if is_async {
+            program.switch("--async")
+        } else {
+            program
         };
         let options = format!("--nproc-per-node {} --grace-secs 1", 2 + num_servers);
         let outcome = signalled(&workspace, &program, &options, (rank, Signal::SIGSTOP));

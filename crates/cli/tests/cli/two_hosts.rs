@@ -136,7 +136,7 @@ impl TwoHosts {
         ip(&["-n", &namespace, "link", "set", &link, "down"]).expect("a link to cut");
     }
 
-    /// What host b sends to host a is dropped from now on, without a word.
+    /// Drops what host b sends to host a from now on, without a word.
     pub fn drop_packets(&self) {
         let (a, link_a) = (self.namespace('a'), self.link('a'));
         let address = self.address('a');

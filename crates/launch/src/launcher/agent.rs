@@ -19,6 +19,7 @@ use nix::unistd::{dup2_stdin, dup2_stdout};
 use super::call::{Caller, call_as_told};
 use super::end::End;
 use super::host_plan::HostPlan;
+use super::say::say;
 use super::wire::{self, ALIVE_INTERVAL, Command, GREETING, Report};
 use super::{process_tree, program, signals, thread};
 use crate::{Error, RankEnv, Result};
@@ -49,7 +50,7 @@ pub fn run_agent(front: Option<&str>) -> ExitCode {
     if let Some(front) = front
         && let Err(error) = call_front(front)
     {
-        super::front::say(&format!(
+        say(&format!(
             "the agent cannot reach the launcher: {front}: {error}"
         ));
         return ExitCode::FAILURE;
@@ -108,7 +109,7 @@ fn run(sender: Sender<Event>, events: &Receiver<Event>, reports: &Sender<Report>
     Ok(())
 }
 
-/// What the front says next; `None` if it is gone, or says nothing for so long.
+/// The front's next command; `None` if it is gone, or says nothing for so long.
 fn next_command(events: &Receiver<Event>, silence: Duration) -> Result<Option<Command>> {
     loop {
         match events.recv_timeout(silence) {

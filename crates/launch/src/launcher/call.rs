@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::host::Host;
 use super::rendezvous_address::RendezvousAddress;
+use super::say::say;
 use super::thread;
 use crate::Secret;
 use crate::control::handshake::{self, Key, Purpose};
@@ -124,7 +125,7 @@ pub fn reach(front: &RendezvousAddress, host: &str, words: &[String]) -> ExitCod
     match passed {
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => {
-            super::front::say(&format!("{failed}: {error}"));
+            say(&format!("{failed}: {error}"));
             ExitCode::FAILURE
         }
     }

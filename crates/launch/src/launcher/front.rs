@@ -10,7 +10,7 @@ mod restarts;
 mod run;
 mod verdict;
 
-use std::io::{Write, stderr, stdout};
+use std::io::stdout;
 use std::net::TcpStream;
 use std::path::Path;
 use std::process::{ExitCode, Stdio};
@@ -25,9 +25,10 @@ use super::host::Host;
 use super::host_plan::HostPlan;
 use super::layout::Layout;
 use super::mpi::{self, Mpi};
+use super::say::say;
 use super::wire::Report;
 use super::{dry_run, member, process_tree, program, signals, thread};
-use crate::{Error, Result, has_no_reader, without_long_words, write_whole};
+use crate::{Error, Result, has_no_reader, write_whole};
 use door::Door;
 use labelled_output::{LabelledOutput, RankOutputs};
 use process::Process;
@@ -187,11 +188,6 @@ impl Front<'_> {
         });
         Ok(pid)
     }
-}
-
-pub(super) fn say(sentence: &str) {
-    let sentence = without_long_words(sentence);
-    let _ = writeln!(stderr(), "candle-train: {sentence}");
 }
 
 /// Two outputs for each rank of each host.

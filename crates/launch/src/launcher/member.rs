@@ -16,6 +16,7 @@ use super::end::LOST_HOST_EXIT_CODE;
 use super::front::Outcome;
 use super::host::Host;
 use super::layout::silence_ms;
+use super::say::say;
 use super::{process_tree, signals, thread};
 use crate::secret::random_bytes;
 use crate::{Error, Result, Secret, SpokenWait, WaitNotices};
@@ -159,7 +160,7 @@ impl Line {
         }
         thread::start(move || {
             end(if is_first { PATIENCE } else { Duration::ZERO });
-            super::front::say(&format!("stopped by {}", signal.as_str()));
+            say(&format!("stopped by {}", signal.as_str()));
             std::process::exit(128 + signal as i32);
         });
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::led::Hosts;
 use nix::sys::signal::Signal;
 
-/// What a server says in the handshake: its random bytes, and its proof after that of the other end.
+/// The words of a server in the handshake: its random bytes, and its proof after that of the other end.
 const HANDSHAKE: [usize; 2] = [32, 32];
 
 /// Passes on what a member and the launcher at `front` say to each other, but for what that one says after the handshake, which is

@@ -19,7 +19,8 @@ impl Run {
         now: Duration,
     ) -> Option<u64> {
         if self.started {
-            if let Some(peer) = &mut self.peers[hello.rank]
+            // Who comes late may say any number.
+            if let Some(Some(peer)) = self.peers.get_mut(hello.rank)
                 && (&peer.hello.host, peer.hello.pid) == (&hello.host, hello.pid)
                 && !peer.has_spoken
             {

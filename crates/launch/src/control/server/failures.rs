@@ -165,8 +165,8 @@ impl Run {
     /// Ends the run if ranks wait for each other in different groups. Those whose GPUs wait are left to the deadline: their programs
     /// may go on and call what the others wait for.
     ///
-    /// What ranks said at different times makes no false circle: one that had not called an operation when it spoke last keeps who waits for
-    /// it waiting at that time too, and who only waits calls nothing.
+    /// Old words make no false circle: a rank that had not called an operation when it spoke last keeps who waits for it waiting at that time
+    /// too, and who only waits calls nothing.
     pub fn find_circle(&mut self, now: Duration) {
         if self.failure.is_some() || self.held.is_some() {
             return;

@@ -32,7 +32,7 @@ pub(super) struct Run {
     /// Will be why, unless a better reason comes within a moment; and since when there is one.
     pub held: Option<(Failure, Duration)>,
     exchange: Exchange,
-    /// Of the next rank that is let in.
+    /// The number of the next connection.
     pub next_connection: u64,
 }
 

@@ -92,6 +92,8 @@ fn a_rank_that_comes_twice_or_too_late_is_refused_alone() {
             );
             assert!(late.contains(&said), "{late}");
         }
+        // Of a number that the run does not have, too.
+        assert!(refused(7).contains("rank 7 on host other comes too late"));
         std::thread::scope(|scope| {
             for control in [&zero, &one, &two] {
                 scope.spawn(|| control.gather("all", &[]).unwrap());
@@ -100,6 +102,33 @@ fn a_rank_that_comes_twice_or_too_late_is_refused_alone() {
         [two, one]
             .iter()
             .for_each(|control| control.leave().unwrap());
+        zero.leave().unwrap();
+    });
+}
+
+/// It has hung up, and comes again, while rank 0 lets the last rank in; the end of its earlier connection is not its death.
+#[test]
+fn a_rank_that_has_not_heard_of_the_start_may_come_again() {
+    let (listener, port) = free_listener();
+    let hello = r#"{"rank": 1, "world_size": 2, "host": "slow", "pid": 1, "fingerprint": [["--lr", "1e-4"]]}"#;
+    let call = || {
+        let mut stream = shake_hands(port, "secret", 5).unwrap();
+        stream.write_all(&frame(hello)).unwrap();
+        stream
+    };
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| join(&config(0, 2, port), Some(listener)).unwrap());
+        let first = call();
+        let zero = zero.join().unwrap();
+        let mut again = call();
+        let mut said = [0; 64];
+        let num_bytes = again.read(&mut said).unwrap();
+        let said = String::from_utf8_lossy(&said[..num_bytes]);
+        assert!(said.contains("Welcome"), "{said}");
+        drop(first);
+        std::thread::sleep(Duration::from_secs(1));
+        assert_eq!(zero.failure(), None);
+        again.write_all(&frame("\"Leave\"")).unwrap();
         zero.leave().unwrap();
     });
 }
