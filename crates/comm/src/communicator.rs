@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_launch::Ticket;
 
-use crate::call::Call;
+use crate::operation::call::Call;
 use crate::{Operation, Pending, ReduceOp};
 
 /// What a rank asks of a group.

@@ -10,8 +10,8 @@ use candle_launch::THREADS_HINT;
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
 use crate::Error;
-use crate::adopted::allocate_for;
-use crate::device::make_current;
+use crate::memory::adopted::allocate_for;
+use crate::memory::device::make_current;
 
 /// How many threads candle has for large elementwise operations, all ranks of a process together.
 const CANDLE_THREADS: &str = "CANDLE_NUM_THREADS";

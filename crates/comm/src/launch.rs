@@ -3,7 +3,10 @@
 mod cannot_start;
 mod mailboxes;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
+mod meeting;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
 mod process;
+pub(crate) mod run_config;
 
 use std::sync::Arc;
 use std::thread::{Builder, scope};

@@ -24,56 +24,45 @@
 //! another one has failed ends with the process, which says so: threads after [`LocalConfig::abort_after`], processes after a second.
 #![deny(unsafe_code)]
 
-mod adopted;
 mod backend;
-mod bytes;
-mod call;
 mod choices;
 mod communicator;
 mod cores;
 mod counters;
 mod deadline;
-mod device;
-mod element;
 mod error;
 pub mod launch;
 mod local;
 mod mailbox;
+mod memory;
 mod mesh;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod operation;
-mod pairwise;
-mod pending;
-mod plan;
 mod process_group;
-mod run_config;
-mod scope;
-mod single;
+mod reduction;
 pub mod trace;
-mod unconnected;
-mod watch;
 
-pub use adopted::{MIN_ADOPTED_BYTES, adopted_bytes, allocate_for, allocated_of_rank};
 pub use backend::Backend;
 pub use candle_launch::{Fingerprint, RankEnv};
 pub use choices::HalfSums;
 pub use communicator::{Communicator, Request};
 pub use cores::start_threads;
 pub use counters::{Counters, OpCount};
-pub use element::sum_in_order;
 pub use error::{Error, message_of};
+pub use launch::run_config::RunConfig;
 pub use local::LocalConfig;
 pub use mailbox::{Departure, Mail, Mailbox, MailboxConfig, Received};
+pub use memory::adopted::{MIN_ADOPTED_BYTES, adopted_bytes, allocate_for, allocated_of_rank};
 pub use mesh::{Degrees, Mesh};
 #[cfg(feature = "mpi")]
 pub use mpi::MpiConfig;
 #[cfg(feature = "nccl")]
 pub use nccl::{Exchange, NcclCommunicator, NcclConfig};
+pub use operation::pending::{Pending, hidden, waited};
+pub use operation::scope::Scope;
 pub use operation::{Message, Operation, P2p, ReduceOp};
-pub use pending::{Pending, hidden, waited};
 pub use process_group::ProcessGroup;
-pub use run_config::RunConfig;
-pub use scope::Scope;
+pub use reduction::pairwise::sum_in_order;

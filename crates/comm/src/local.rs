@@ -2,7 +2,7 @@
 //!
 //! Starting an operation deposits the input and returns. The last rank to arrive does the work for everybody: small
 //! operations on the spot, large ones in a background job, so that they progress while the ranks compute. One pass reads
-//! the inputs, combines them [pairwise](crate::pairwise) and writes one output per rank, into a new tensor or one that the rank has given.
+//! the inputs, combines them [pairwise](crate::reduction::pairwise) and writes one output per rank, into a new tensor or one that the rank has given.
 //!
 //! All waiting is on condition variables over one lock that guards the bookkeeping of the whole world; data is never
 //! touched under it, except when an input is given up before the other ranks have arrived.
@@ -15,8 +15,10 @@
 //! stream frees memory in its order too. So a wait on the host says that the result may be used, not that it is there.
 //! Reductions are made on the GPU of the lowest rank that gets the result, once, and copied to the others.
 
+mod channel;
 mod collective;
 mod config;
+mod copy;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod end;

@@ -20,7 +20,8 @@ use candle_launch::{SpokenWait, WaitNotices};
 
 pub use received::{Departure, Mail, Received};
 
-use crate::{Error, ProcessGroup, element};
+use crate::reduction::element;
+use crate::{Error, ProcessGroup};
 use connection::Connection;
 use inbox::Inbox;
 use wire::Frame;

@@ -7,7 +7,7 @@
 //! ([`group`]).
 //!
 //! So errors come late. A thread ([`watcher`]) looks after what is under way on the GPU, and when NCCL reports an error or a
-//! deadline passes it notes the failure and aborts all groups of the rank ([`session`]). Then the GPU goes on, with results
+//! deadline passes it notes the failure and aborts all groups of the rank ([`rank_run`]). Then the GPU goes on, with results
 //! that were never written: whoever reads values on the host asks [`Communicator::check`](crate::Communicator::check)
 //! before it believes them. Nothing can be started after a failure, and no wait succeeds.
 //!
@@ -22,6 +22,7 @@ mod communicator;
 mod config;
 mod group;
 mod in_flight;
+mod rank_run;
 mod reduction;
 mod run;
 mod session;

@@ -1,5 +1,9 @@
 //! What the ranks of a group do together.
 
+pub(crate) mod call;
+pub(crate) mod pending;
+pub(crate) mod scope;
+
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Shape, Tensor};

@@ -4,6 +4,9 @@ mod collectives;
 mod dims;
 mod in_place;
 mod messages;
+pub(crate) mod single;
+pub(crate) mod unconnected;
+pub(crate) mod watch;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,11 +14,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{Device, Result, Tensor};
 use candle_launch::Control;
 
-use crate::single::Single;
+use crate::process_group::single::Single;
+use crate::process_group::unconnected::Unconnected;
+use crate::process_group::watch::Watch;
+use crate::reduction::element;
 use crate::trace::{self, OpSpan};
-use crate::unconnected::Unconnected;
-use crate::watch::Watch;
-use crate::{Communicator, Counters, Error, Operation, Pending, Request, element};
+use crate::{Communicator, Counters, Error, Operation, Pending, Request};
 
 /// This rank's end of a group of ranks. Clones share the group and its counters.
 ///

@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::args::logs::LogsOf;
 use crate::args::lora::frozen_bits;
 use crate::args::training::TrainingArgs;
-use crate::observer::Observers;
+use crate::output::observer::Observers;
 use crate::run::Opened;
 use crate::spec::RanksMemory;
 use crate::training_run::TrainingRun;

@@ -1,5 +1,7 @@
 //! The flags of a command line as clap knows them, and the values of a TOML table as such flags.
 
+pub(crate) mod idle;
+
 use std::any::TypeId;
 use std::ffi::OsString;
 
@@ -7,7 +9,7 @@ use candle_core::{Error, Result, bail};
 use clap::{Arg, Args, Command, FromArgMatches};
 use toml::{Table, Value};
 
-use crate::idle::Idle;
+use crate::flags::idle::Idle;
 
 /// Flags that are of a command line alone, and say nothing of a run.
 const OF_COMMAND_LINE: [&str; 5] = ["help", "version", "config", "dry-run", "json"];

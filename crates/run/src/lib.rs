@@ -3,44 +3,20 @@
 // The help of a flag has brackets that are no links, and addresses: `org/name[@revision]`.
 #![allow(rustdoc::broken_intra_doc_links, rustdoc::bare_urls)]
 
-mod adapter_base;
-mod allocator;
-mod announcement;
 mod args;
-mod best_weights;
-mod builder;
 mod config_file;
-mod counting_allocator;
-mod defaults;
 mod dry_run;
-mod end;
-mod finetune;
-mod fingerprint;
-mod fit;
+mod export;
 mod flags;
-mod generation_config;
-mod gguf_export;
-mod idle;
-mod modelfile;
-mod name;
-mod observer;
+mod memory;
 mod output;
-mod parameter_server;
-mod pretrain;
 mod reading;
 mod record;
-mod resuming;
 mod run;
-mod sampling;
-mod saving;
 mod spec;
 mod start;
-mod stop;
 mod training_run;
-mod without_effect;
 
-pub use adapter_base::{NamedModel, base_of, check_base, is_adapter, refuse_adapter};
-pub use allocator::{ALLOCATOR, Allocator, keep_freed_memory, return_freed_memory};
 pub use args::batches::BatchArgs;
 pub use args::checkpoints::CheckpointArgs;
 pub use args::choices::{
@@ -66,26 +42,28 @@ pub use args::strategy::{StrategyArgs, StrategyChoice};
 pub use args::trace::TraceArgs;
 pub use args::training::TrainingArgs;
 pub use config_file::{CONFIG_FILE, read_table};
-pub use counting_allocator::{
+pub use dry_run::DryRun;
+pub use export::generation_config::{GENERATION_FILE, GenerationFile};
+pub use export::gguf::{GgufExport, GgufSource};
+pub use flags::idle::Idle;
+pub use flags::{Layer, find, leave_out, numbers_may_be_negative, words_of_layers};
+pub use memory::allocator::{ALLOCATOR, Allocator, keep_freed_memory, return_freed_memory};
+pub use memory::counting_allocator::{
     CountingAllocator, peak_allocated_bytes, peak_bytes_of, rank_allocated_bytes,
 };
-pub use dry_run::DryRun;
-pub use finetune::{Finetune, FromCheckpoint};
-pub use fingerprint::fingerprint_of_program;
-pub use flags::{Layer, find, leave_out, numbers_may_be_negative, words_of_layers};
-pub use generation_config::{GENERATION_FILE, GenerationFile};
-pub use gguf_export::{GgufExport, GgufSource};
-pub use idle::Idle;
-pub use observer::{Console, Observer, Observers, RunEvent};
+pub use output::observer::{Console, Observer, Observers, RunEvent};
 pub use output::{
     check_printed, exit_as_rank, exit_with, in_words, keep_printed, print_error, print_for_all,
     print_line, print_message, print_note,
 };
-pub use pretrain::{FromScratch, ModelArgs, Pretrain};
 pub use reading::{DataModel, TrainingData};
 pub use record::{WEIGHTS, digest_of_weights};
 pub use run::Run;
 pub use spec::RunSpec;
+pub use start::adapter_base::{NamedModel, base_of, check_base, is_adapter, refuse_adapter};
+pub use start::finetune::{Finetune, FromCheckpoint};
+pub use start::pretrain::{FromScratch, ModelArgs, Pretrain};
 pub use start::{Start, StartModel};
-pub use stop::Stop;
+pub use training_run::fingerprint::fingerprint_of_program;
+pub use training_run::stop::Stop;
 pub use training_run::{Trained, TrainingRun};

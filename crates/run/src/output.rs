@@ -1,5 +1,7 @@
 //! What a program prints, and how it ends.
 
+pub(crate) mod observer;
+
 use std::io::{stderr, stdout};
 use std::process::ExitCode;
 use std::sync::OnceLock;

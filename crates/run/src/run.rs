@@ -19,13 +19,13 @@ use crate::args::samples::SampleArgs;
 use crate::args::training::TrainingArgs;
 use crate::config_file::read_table;
 use crate::dry_run::DryRun;
+use crate::flags::idle::Idle;
 use crate::flags::{Layer, arguments, default_of, is_contradicted, parse_layers};
-use crate::idle::Idle;
-use crate::observer::Observers;
+use crate::output::observer::Observers;
 use crate::reading::DataModel;
 use crate::spec::{RunSpec, check_flags};
 use crate::start::{Start, StartModel};
-use crate::stop::Stop;
+use crate::training_run::stop::Stop;
 use crate::training_run::{Trained, TrainingRun};
 
 /// Everything that decides a run: what the flags of a command line fill, what a TOML file holds, what ranks compare.

@@ -1,5 +1,10 @@
 //! What a run begins with: the weights of a checkpoint, or random ones.
 
+pub(crate) mod adapter_base;
+pub(crate) mod builder;
+pub(crate) mod finetune;
+pub(crate) mod pretrain;
+
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 

@@ -1,5 +1,17 @@
 //! A run: data and model in, training with its progress, metrics and samples, a checkpoint out.
 
+pub(crate) mod announcement;
+pub(crate) mod best_weights;
+pub(crate) mod end;
+pub(crate) mod fingerprint;
+pub(crate) mod fit;
+pub(crate) mod name;
+pub(crate) mod parameter_server;
+pub(crate) mod resuming;
+pub(crate) mod sampling;
+pub(crate) mod saving;
+pub(crate) mod stop;
+
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
@@ -17,25 +29,25 @@ use candle_trainer::{
 };
 use toml::Table;
 
-use crate::allocator::{keep_freed_memory, return_freed_memory};
 use crate::args::data::DATE;
 use crate::args::logs::Log;
 use crate::args::samples::SampleArgs;
 use crate::args::training::TrainingArgs;
-use crate::best_weights::{remove_best, take_best, tell_of_best};
 use crate::config_file::{CONFIG_FILE, text_of};
-use crate::defaults::Taken;
-use crate::end::End;
-use crate::fingerprint::fingerprint;
-use crate::generation_config::GENERATION_FILE;
-use crate::gguf_export::GgufExport;
-use crate::observer::{Numbers, Observers, RunEvent};
+use crate::export::generation_config::GENERATION_FILE;
+use crate::export::gguf::GgufExport;
+use crate::memory::allocator::{keep_freed_memory, return_freed_memory};
+use crate::output::observer::{Numbers, Observers, RunEvent};
 use crate::output::{code_of_refusal, in_words, print_for_all, print_note};
 use crate::reading::TrainingData;
-use crate::saving::{leave, save_model};
+use crate::spec::defaults::Taken;
 use crate::spec::{RanksMemory, RunSpec};
 use crate::start::InitialWeights;
-use crate::stop::{Stop, Stopped};
+use crate::training_run::best_weights::{remove_best, take_best, tell_of_best};
+use crate::training_run::end::End;
+use crate::training_run::fingerprint::fingerprint;
+use crate::training_run::saving::{leave, save_model};
+use crate::training_run::stop::{Stop, Stopped};
 
 /// Everything that the ranks of this process need, read once.
 pub struct TrainingRun<'o> {

@@ -83,7 +83,7 @@ fn tell(env: &RankEnv, why: String) -> Result<()> {
         let mpi = crate::MpiConfig::default();
         let met = super::mpi(mpi, |world| {
             // An error in here would end all ranks by MPI_Abort before this one has been heard.
-            Ok(super::process::meet_over(&world, env, config))
+            Ok(super::meeting::meet_over(&world, env, config))
         });
         let met = met
             .flatten()

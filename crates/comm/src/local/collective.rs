@@ -3,18 +3,19 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
-use candle_core::{Device, Result, Tensor};
+#[cfg(feature = "cuda")]
+use candle_core::Device;
+use candle_core::{Result, Tensor};
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::slot::{Deposit, Outputs, Slot};
-use super::world::Polled;
+use super::slot::{Deposit, Outputs, Polled, Slot};
 use super::{LocalCommunicator, host};
-use crate::adopted::{Adopted, GivenAway};
-use crate::call::Call;
-use crate::element::with_element;
-use crate::pending::Work;
-use crate::plan::Plan;
+use crate::memory::adopted::{Adopted, GivenAway};
+use crate::operation::call::Call;
+use crate::operation::pending::Work;
+use crate::reduction::element::with_element;
+use crate::reduction::plan::Plan;
 use crate::{Communicator, Error, Pending, Request};
 
 /// From this input size on, in bytes, work on the CPU goes to a background job: about where handing it over costs less than
@@ -147,14 +148,5 @@ fn run(deposits: &[Deposit], group: &LocalCommunicator, parallel: bool) -> Resul
         #[cfg(feature = "cuda")]
         Device::Cuda(_) => cuda::run(plan, deposits, group),
         _ => with_element!(input.dtype(), host::run(plan, deposits, parallel)),
-    }
-}
-
-/// A copy of `xs` on `device`, with a storage of its own, of the size of `xs` even if `xs` is a view of something larger.
-pub(super) fn copy(xs: &Tensor, device: &Device) -> Result<Tensor> {
-    match device {
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => cuda::copy(xs, device),
-        _ => xs.force_contiguous(),
     }
 }

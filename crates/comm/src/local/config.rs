@@ -6,8 +6,8 @@ use candle_core::{Device, Result};
 
 use crate::cores::num_cores;
 #[cfg(feature = "cuda")]
-use crate::device::has_a_stream;
-use crate::device::name;
+use crate::memory::device::has_a_stream;
+use crate::memory::device::name;
 use crate::{Degrees, Error};
 
 /// Longer than ranks take that notice, on a machine with much else to do.

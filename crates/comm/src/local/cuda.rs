@@ -2,22 +2,18 @@
 //!
 //! Nothing here waits for a GPU. What a rank enqueued before it started an operation runs before the operation, and what it
 //! enqueues after the wait runs after it: ranks on one GPU share its stream, and a copy between two streams makes each of
-//! them wait for the other (see [`copy_between`]).
+//! them wait for the other (see [`copy`]).
 
-#![allow(unsafe_code)]
-
-use candle_core::cuda_backend::{CudaDType, WrapErr};
-use candle_core::{
-    CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail,
-};
+use candle_core::{DType, Device, Result, Tensor};
 
 use super::LocalCommunicator;
+use super::copy::{CopyOf, copy};
 use super::slot::{Deposit, Outputs};
 use crate::ReduceOp;
-use crate::adopted::GivenAway;
-use crate::device::{empty, unwritten};
-use crate::element::{divide, with_element};
-use crate::plan::{Piece, Plan};
+use crate::memory::adopted::GivenAway;
+use crate::memory::device::{empty, unwritten};
+use crate::reduction::element::divide;
+use crate::reduction::plan::{Piece, Plan};
 
 /// Elements reduced at a time. candle's kernels count in 32 bits; and sums of this size (16 MiB) stay in the second-level
 /// cache of a large GPU while the inputs are added two by two.
@@ -100,17 +96,7 @@ fn fill(op: ReduceOp, piece: Piece, inputs: &[Tensor], outputs: &mut [Output]) -
     Ok(())
 }
 
-/// A copy of `xs` on `device`, with a storage of its own.
-pub(super) fn copy(xs: &Tensor, device: &Device) -> Result<Tensor> {
-    if xs.elem_count() == 0 {
-        return empty(xs.shape(), xs.dtype(), device);
-    }
-    let copy = unwritten(xs.elem_count(), xs.dtype(), device)?;
-    copy.inplace_op1(&CopyOf(xs))?;
-    copy.reshape(xs.shape())
-}
-
-/// The reduction of one tensor for each rank, [pairwise](crate::pairwise), on `device`. Half precision is accumulated in f32 and
+/// The reduction of one tensor for each rank, [pairwise](crate::reduction::pairwise), on `device`. Half precision is accumulated in f32 and
 /// rounded once, as on the CPU, so that the result has the same bits.
 fn reduce(op: ReduceOp, sources: &[Tensor], device: &Device) -> Result<Tensor> {
     let mut result = combine(op, sources, device)?;
@@ -150,53 +136,4 @@ fn first_or_nan(is_first: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     }
     let a_unless_number = a.ne(a)?.where_cond(a, b)?;
     is_first.where_cond(a, &a_unless_number)
-}
-
-/// Fills a tensor on a GPU with the values of another one, on this or another GPU, of the same dtype and size.
-struct CopyOf<'a>(&'a Tensor);
-
-impl InplaceOp1 for CopyOf<'_> {
-    fn name(&self) -> &'static str {
-        "copy"
-    }
-
-    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
-        bail!("copy: a rank's device is the CPU while the others' are GPUs")
-    }
-
-    fn cuda_fwd(&self, dst: &mut CudaStorage, dst_layout: &Layout) -> Result<()> {
-        let (src, src_layout) = self.0.storage_and_layout();
-        let Storage::Cuda(src) = &*src else {
-            bail!("copy: an input is not on a GPU as the other ranks' are")
-        };
-        let places = (dst_layout.start_offset(), src_layout.start_offset());
-        let len = src_layout.shape().elem_count();
-        with_element!(self.0.dtype(), copy_between(dst, src, places, len))
-    }
-}
-
-/// Enqueues a copy on the stream of `dst`. Between two streams that of `dst` first waits for what has been enqueued on that
-/// of `src`, which in turn does not overwrite or free the values before they have been copied.
-fn copy_between<T: CudaDType>(
-    dst: &mut CudaStorage,
-    src: &CudaStorage,
-    (dst_start, src_start): (usize, usize),
-    len: usize,
-) -> Result<()> {
-    let (here, there) = (dst.device.cuda_stream(), src.device.cuda_stream());
-    let from = src.as_cuda_slice::<T>()?;
-    let to = dst.as_cuda_slice_mut::<T>()?;
-    let (Some(from), Some(mut to)) = (
-        from.try_slice(src_start..src_start + len),
-        to.try_slice_mut(dst_start..dst_start + len),
-    ) else {
-        bail!("copy: a tensor is shorter than its shape")
-    };
-    if here == there {
-        return here.memcpy_dtod(&from, &mut to).w();
-    }
-    here.join(&there).w()?;
-    let copied = here.memcpy_dtod(&from, &mut to).w();
-    there.join(&here).w()?;
-    copied
 }

@@ -5,10 +5,10 @@ use rayon::prelude::*;
 
 use super::slot::{Deposit, Outputs};
 use crate::ReduceOp;
-use crate::adopted::GivenAway;
-use crate::element::{Element, read_all, write};
-use crate::pairwise;
-use crate::plan::{Piece, Plan};
+use crate::memory::adopted::GivenAway;
+use crate::reduction::element::{Element, read_all, write};
+use crate::reduction::pairwise;
+use crate::reduction::plan::{Piece, Plan};
 
 /// Bytes of one destination that one task fills: enough to hide the cost of a task, little enough to share out.
 const TASK_BYTES: usize = 512 << 10;

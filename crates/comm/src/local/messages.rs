@@ -1,65 +1,18 @@
 //! Messages between two ranks.
 
-use std::collections::VecDeque;
-use std::panic::Location;
-use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use candle_core::{DType, Result, Shape, Tensor};
 
 use super::LocalCommunicator;
-use super::collective::copy;
-use super::world::Polled;
-use crate::adopted::GivenAway;
-use crate::call::{Call, kind};
+use super::channel::{Letterbox, Sent};
+use super::copy::copy;
+use super::slot::Polled;
 use crate::error::group_name;
-use crate::pending::Work;
+use crate::memory::adopted::GivenAway;
+use crate::operation::call::{Call, kind};
+use crate::operation::pending::Work;
 use crate::{Error, Message, Pending, Request};
-
-/// A sent tensor: a copy on the receiver's device that nobody else can write to.
-pub(super) struct Sent {
-    tensor: GivenAway,
-    /// When it is there.
-    arrival: Instant,
-    site: &'static Location<'static>,
-}
-
-/// Where a message comes to the receive that was started for it.
-type Letterbox = Arc<OnceLock<Sent>>;
-
-/// The messages from one rank to another in one group: the first send that is started is for the first receive that is started,
-/// and so on, whatever the order in which receives are waited for. At most one of the two has entries.
-#[derive(Default)]
-pub(super) struct Channel {
-    /// No receive was started for these.
-    sent: VecDeque<Sent>,
-    /// No message was sent to these.
-    receives: VecDeque<Letterbox>,
-}
-
-impl Channel {
-    fn send(&mut self, message: Sent) {
-        match self.receives.pop_front() {
-            // If the receive was dropped, the message is too, here.
-            Some(letterbox) => drop(letterbox.set(message)),
-            None => self.sent.push_back(message),
-        }
-    }
-
-    fn start_recv(&mut self) -> Letterbox {
-        let letterbox = Letterbox::default();
-        match self.sent.pop_front() {
-            Some(message) => drop(letterbox.set(message)),
-            None => self.receives.push_back(letterbox.clone()),
-        }
-        letterbox
-    }
-
-    /// Messages that no receive asked for.
-    pub fn num_undelivered(&self) -> usize {
-        self.sent.len()
-    }
-}
 
 /// A started receive.
 struct Recv {

@@ -5,12 +5,18 @@ use std::time::Instant;
 
 use candle_core::Tensor;
 
-use super::collective::copy;
-use super::world::Polled;
+use super::copy::copy;
 use crate::Error;
-use crate::adopted::GivenAway;
-use crate::call::Call;
 use crate::error::group_name;
+use crate::memory::adopted::GivenAway;
+use crate::operation::call::Call;
+
+/// What a wait found when it looked.
+pub(super) enum Polled<T> {
+    Ready(T),
+    /// Not complete; these world ranks have not arrived.
+    Missing(Vec<usize>),
+}
 
 /// What a rank brings to an operation.
 pub(super) struct Deposit {

@@ -11,13 +11,13 @@ use candle_core::Device;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::LocalConfig;
-use super::messages::Channel;
-use super::slot::Slot;
-use crate::call::Call;
+use super::channel::Channel;
+use super::slot::{Polled, Slot};
 use crate::cores::num_cores;
 use crate::deadline::Deadline;
-use crate::device::make_current;
 use crate::error::rank_list;
+use crate::memory::device::make_current;
+use crate::operation::call::Call;
 use crate::{Error, Request, message_of};
 
 /// What all ranks share. One lock guards all bookkeeping, so there is no lock order to keep; each rank sleeps on a
@@ -189,13 +189,6 @@ impl State {
 /// How long ranks must be seen to wait for each other: another thread of one of them may be about to bring what they
 /// wait for, and is not known before its first operation.
 const GRACE: Duration = Duration::from_millis(1500);
-
-/// What a wait found when it looked.
-pub(super) enum Polled<T> {
-    Ready(T),
-    /// Not complete; these world ranks have not arrived.
-    Missing(Vec<usize>),
-}
 
 impl World {
     /// What the ranks of a run share.

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::{Device, Result, Tensor, bail};
 
 use super::{FIRST_GROUP_TAG, Mailbox, Received};
-use crate::element::{Element, read_all, with_element, write};
 use crate::operation::Message;
-use crate::plan::Plan;
+use crate::reduction::element::{Element, read_all, with_element, write};
+use crate::reduction::plan::Plan;
 use crate::{Communicator, Error, Operation, Pending, Request};
 
 /// Collectives of a few ranks by way of their mailboxes: each sends its input to all, and computes its own output.

@@ -9,8 +9,9 @@ use std::io::{Error, ErrorKind, Read, Result, Write};
 use candle_core::{DType, Device, Tensor};
 
 use super::Departure;
-use crate::element::{self, Element, with_element};
-use crate::{bytes, message_of};
+use crate::memory::bytes;
+use crate::message_of;
+use crate::reduction::element::{self, Element, with_element};
 
 /// The longest head.
 const MAX_HEAD_BYTES: usize = 1 << 20;

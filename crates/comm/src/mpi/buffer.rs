@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::Result;
 use crate::Error;
-use crate::element::Element;
+use crate::reduction::element::Element;
 
 /// Some bytes of a vector, owned: no other buffer has any of them, and they stay in place when it is moved.
 pub(super) struct Buffer {
@@ -112,7 +112,7 @@ impl Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bytes;
+    use crate::memory::bytes;
 
     #[test]
     fn parts_are_written_from_several_threads_and_joined() {

@@ -16,9 +16,9 @@ use super::header::{self, Header, INLINE_BYTES};
 use super::in_flight::InFlight;
 use super::transfer::{Transfer, poll_all};
 use crate::Error;
-use crate::bytes;
-use crate::call::kind;
-use crate::element::{self, Element, with_element};
+use crate::memory::bytes;
+use crate::operation::call::kind;
+use crate::reduction::element::{self, Element, with_element};
 
 /// A message to group rank `to`: a copy of a tensor.
 pub(super) struct Outgoing {

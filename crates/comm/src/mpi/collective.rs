@@ -13,9 +13,9 @@ use super::meeting::Meeting;
 use super::movement::Movement;
 use super::route::Route;
 use crate::Error;
-use crate::bytes;
-use crate::element::{self, Element, with_element};
-use crate::plan::Plan;
+use crate::memory::bytes;
+use crate::reduction::element::{self, Element, with_element};
+use crate::reduction::plan::Plan;
 
 /// A collective. With few bytes each rank sends its whole input with its first message, and all compute their own output; else the
 /// data move as the [`Route`] says.

@@ -11,7 +11,8 @@ use super::context::Shared;
 use super::engine::Job;
 use super::group::Group;
 use super::in_flight::{InFlight, Tensors};
-use crate::{Communicator, Error, Message, Operation, Pending, Request, element};
+use crate::reduction::element;
+use crate::{Communicator, Error, Message, Operation, Pending, Request};
 
 /// One rank's end of a group of processes.
 pub(super) struct MpiCommunicator {

@@ -12,8 +12,9 @@ use std::ops::Range;
 
 use super::Result;
 use super::context::Shared;
+use crate::Error;
 use crate::error::group_name;
-use crate::{Error, pairwise};
+use crate::reduction::pairwise;
 
 /// Numbers before they repeat, far more than operations of a group that move data at once.
 pub(super) const NUM_SEQS: u64 = 256;

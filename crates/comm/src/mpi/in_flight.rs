@@ -8,12 +8,12 @@ use candle_core::{Device, Tensor};
 use super::Result;
 use super::context::Shared;
 use crate::Error;
-use crate::bytes;
-use crate::call::Call;
 use crate::deadline::Deadline;
-use crate::element::{self, Element, with_element};
 use crate::error::rank_list;
-use crate::pending::Work;
+use crate::memory::bytes;
+use crate::operation::call::Call;
+use crate::operation::pending::Work;
+use crate::reduction::element::{self, Element, with_element};
 
 /// A started operation, shared by who waits for it and who does it.
 pub(super) struct InFlight {

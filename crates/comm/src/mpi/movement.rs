@@ -21,9 +21,9 @@ use super::route::{Route, WINDOW_BYTES};
 use super::step::{Gives, Lane, Source, Step};
 use super::transfer::Transfer;
 use crate::Error;
-use crate::bytes;
-use crate::element::{Element, with_element};
-use crate::pairwise::{Term, Values, reduce, reduce_blocks};
+use crate::memory::bytes;
+use crate::reduction::element::{Element, with_element};
+use crate::reduction::pairwise::{Term, Values, reduce, reduce_blocks};
 
 /// Chunks under way at once: contributions to one rank, and those that are gathered here.
 const NUM_GATHERED: usize = 3;
@@ -297,7 +297,7 @@ impl UnderWay {
     }
 }
 
-/// Combines the input of `in_flight` with what has come, [pairwise](crate::pairwise).
+/// Combines the input of `in_flight` with what has come, [pairwise](crate::reduction::pairwise).
 fn combine<T: Element>(
     in_flight: &InFlight,
     route: &Route,

@@ -8,7 +8,7 @@
 //! What that is for one rank is a list of [`Step`]s, all of one form.
 //!
 //! Collector and distributor take part in turns. On the owner's host the owner is both. A collector reduces what its host can reduce by itself, and
-//! sends [blocks](crate::pairwise::blocks) of accumulated values; where these would be no fewer bytes than the inputs, the ranks send
+//! sends [blocks](crate::reduction::pairwise::blocks) of accumulated values; where these would be no fewer bytes than the inputs, the ranks send
 //! these to the owner. What has one source goes from there to the owner. So what all ranks want enters each host once.
 //!
 //! `N` ranks on `H` hosts with `r` ranks each, whose blocks are one (`r` is a power of two); `S` is the size of the input, of the
@@ -41,7 +41,7 @@ use candle_core::Shape;
 
 use super::group::{Group, Kind};
 use super::step::{Gives, Lane, Source, Step};
-use crate::plan::{Piece, Plan};
+use crate::reduction::plan::{Piece, Plan};
 use crate::{Operation, ReduceOp};
 
 /// What one message holds at most: little enough to stay in a cache while it is copied and reduced.

@@ -2,7 +2,7 @@
 
 use super::buffer::Buffer;
 use super::group::Kind;
-use crate::plan::Piece;
+use crate::reduction::plan::Piece;
 
 /// What a rank does for a chunk, a piece of the work: it receives messages, combines them with its own input, and sends what that gives.
 pub(super) struct Step {

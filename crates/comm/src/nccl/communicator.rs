@@ -11,9 +11,9 @@ use super::reduction::Reduction;
 use super::run::new_stream;
 use super::session::Session;
 use super::transfer::{Motion, Transfer, enqueue};
-use crate::device::{empty, unwritten};
-use crate::element;
-use crate::single::Single;
+use crate::memory::device::{empty, unwritten};
+use crate::process_group::single::Single;
+use crate::reduction::element;
 use crate::{Communicator, Error, HalfSums, Message, Operation, Pending, ReduceOp, Request};
 
 /// One rank's end of a group over NCCL; the rank's GPU is its own.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 
-use super::session::Run;
+use super::rank_run::RankRun;
 use super::sys::{self, Handle, UniqueId, as_int};
 use crate::Error;
 use crate::deadline::Deadline;
@@ -41,7 +41,7 @@ impl Group {
         (rank, world_size): (usize, usize),
         id: &UniqueId,
         stream: Arc<CudaStream>,
-        run: &Run,
+        run: &RankRun,
     ) -> Result<Self> {
         let handle = sys::init(as_int(rank)?, as_int(world_size)?, id)?;
         let group = Self::new((0..world_size).collect(), rank, stream, handle);
@@ -80,7 +80,7 @@ impl Group {
         color: usize,
         (members, rank): (Arc<[usize]>, usize),
         stream: Arc<CudaStream>,
-        run: &Run,
+        run: &RankRun,
     ) -> Result<Option<Self>> {
         let mut state = self.lock();
         let parent = state.handle()?;
@@ -102,7 +102,7 @@ impl Group {
     }
 
     /// Waits for a new group; aborts it if it does not come to be.
-    fn settled(&self, handle: Handle, run: &Run) -> Result<()> {
+    fn settled(&self, handle: Handle, run: &RankRun) -> Result<()> {
         let call = format!("joining {}", self.name());
         wait_settled(handle, run, &call).inspect_err(|_| self.abort())
     }
@@ -136,7 +136,7 @@ impl Group {
     }
 
     /// Completes its operations.
-    pub fn finalize(&self, run: &Run) -> Result<()> {
+    pub fn finalize(&self, run: &RankRun) -> Result<()> {
         let state = self.lock();
         let Some(handle) = state.handle else {
             return Ok(());
@@ -162,7 +162,7 @@ impl State {
 }
 
 /// Waits until the host's part of `call` is done, or the run fails, or the deadline.
-pub(super) fn wait_settled(handle: Handle, run: &Run, call: &dyn Display) -> Result<()> {
+pub(super) fn wait_settled(handle: Handle, run: &RankRun, call: &dyn Display) -> Result<()> {
     let mut deadline = Deadline::new(run.deadline);
     let mut polls = 0u32;
     while !sys::is_settled(handle)? {

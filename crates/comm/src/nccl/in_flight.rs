@@ -19,7 +19,7 @@ use super::group::Group;
 use super::session::Session;
 use super::watcher::{REPORT, UnderWay};
 use crate::deadline::Deadline;
-use crate::pending::Work;
+use crate::operation::pending::Work;
 use crate::{Operation, Request};
 
 /// How long a host that waits for a barrier sleeps between two polls.

@@ -11,7 +11,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::element::divide;
+use crate::reduction::element::divide;
 use crate::{HalfSums, ReduceOp};
 
 /// How a reduction is made.

@@ -9,10 +9,11 @@ use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream};
 use candle_core::{Device, Result};
 
 use super::group::Group;
-use super::session::{Run, Session};
+use super::rank_run::RankRun;
+use super::session::Session;
 use super::{NcclCommunicator, NcclConfig, sys};
 use crate::cores::{num_cores, panic_message, pool_of_rank};
-use crate::device::{self, has_a_stream};
+use crate::memory::device::{self, has_a_stream};
 use crate::{Error, ProcessGroup};
 
 /// Runs `run` as one rank of a run over NCCL, on the GPU that the config names, and returns what it returns. All ranks call it,
@@ -144,7 +145,7 @@ fn stream_of(device: &Device) -> Result<Arc<CudaStream>> {
 
 /// A stream for a group: those of several groups run at once. Its kernels are few and other ranks wait for them, so they come
 /// before what computes when a part of the GPU is free.
-pub(super) fn new_stream(run: &Run) -> Result<Arc<CudaStream>> {
+pub(super) fn new_stream(run: &RankRun) -> Result<Arc<CudaStream>> {
     let context = run.compute.context();
     context.bind_to_thread().w()?;
     let (_, first) = get_priority_range().w()?;

@@ -9,7 +9,7 @@ use candle_core::{CudaStorage, DType, Result, Storage, Tensor, bail};
 use cudarc::nccl::sys::{self, ncclDataType_t as DataType, ncclRedOp_t as RedOp};
 
 use super::sys::{Handle, accepted, as_int};
-use crate::element::with_element;
+use crate::reduction::element::with_element;
 use crate::{Error, ReduceOp};
 
 /// What NCCL is asked for. Ranks are those of the group.

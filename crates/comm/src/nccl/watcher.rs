@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use candle_launch::Ticket;
 
 use super::group::Group;
-use super::session::Run;
+use super::rank_run::RankRun;
 use crate::Error;
 use crate::deadline::Deadline;
 
@@ -38,7 +38,7 @@ pub(super) struct UnderWay {
 }
 
 /// Starts the watcher of a run, which ends when the sender is dropped and nothing is under way.
-pub(super) fn start(run: Arc<Run>) -> std::io::Result<(Sender<UnderWay>, JoinHandle<()>)> {
+pub(super) fn start(run: Arc<RankRun>) -> std::io::Result<(Sender<UnderWay>, JoinHandle<()>)> {
     let (sender, receiver) = channel();
     let thread = Builder::new()
         .name(format!("nccl-{}", run.rank))
@@ -52,7 +52,7 @@ pub(super) fn start(run: Arc<Run>) -> std::io::Result<(Sender<UnderWay>, JoinHan
     Ok((sender, thread))
 }
 
-fn watch(run: &Run, started: &Receiver<UnderWay>) {
+fn watch(run: &RankRun, started: &Receiver<UnderWay>) {
     let mut under_way: Vec<UnderWay> = Vec::new();
     loop {
         if under_way.is_empty() {
@@ -97,7 +97,7 @@ impl UnderWay {
 }
 
 /// Forgets what is complete; an error if something has failed or lasts too long.
-fn poll(run: &Run, under_way: &mut Vec<UnderWay>, slept: Duration) -> Result<(), Error> {
+fn poll(run: &RankRun, under_way: &mut Vec<UnderWay>, slept: Duration) -> Result<(), Error> {
     let mut failure = run.failure();
     let mut groups: Vec<Arc<Group>> = Vec::new();
     under_way.retain_mut(|operation| {

@@ -5,7 +5,7 @@ use candle_core::shape::Dim;
 use candle_core::{DType, Result, Tensor};
 
 use super::{ProcessGroup, dims, one};
-use crate::device::empty;
+use crate::memory::device::empty;
 use crate::{Error, Operation, Pending, ReduceOp};
 
 /// What counters and traces call the exchange of byte strings.

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 
 use crate::Error;
-use crate::device::empty;
+use crate::memory::device::empty;
 
 /// `xs` as backends take it: contiguous, without a graph.
 pub(super) fn contiguous(xs: &Tensor) -> Result<Tensor> {

@@ -3,7 +3,7 @@
 use candle_core::{Result, Shape, Tensor};
 
 use super::{ProcessGroup, dims};
-use crate::device::empty;
+use crate::memory::device::empty;
 use crate::{Error, Message, Operation, P2p, Pending};
 
 impl ProcessGroup {

@@ -16,7 +16,7 @@ use serde::Serialize;
 use crate::args::data::DATE;
 use crate::args::number::whole;
 use crate::flags::default_of;
-use crate::observer::Observers;
+use crate::output::observer::Observers;
 
 /// An error, of the first rank, if a folder without checkpoints has some that were set aside: to begin anew would be another run.
 fn refuse_set_aside(dir: &Path, is_first: bool) -> Result<()> {

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::args::trace::TraceArgs;
 use crate::flags::default_of;
-use crate::observer::{Observer, Observers, RunEvent};
+use crate::output::observer::{Observer, Observers, RunEvent};
 
 /// Where the numbers of the steps go.
 #[derive(Args, Clone, Debug, Serialize)]

@@ -13,10 +13,10 @@ use candle_trainer::{TrainingRecord, counted};
 use clap::Args;
 use serde::Serialize;
 
-use crate::adapter_base::check_base;
 use crate::args::choices::{Choice, choice, some_by_name};
 use crate::args::number::{real, whole};
 use crate::record::digest_of_weights;
+use crate::start::adapter_base::check_base;
 
 /// What is trained beside weights that stay as they are.
 #[derive(Args, Clone, Debug, Default, Serialize)]

@@ -9,8 +9,8 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::args::choices::{Choice, choice, some_by_name};
+use crate::export::gguf::{GgufExport, GgufSource};
 use crate::flags::default_of;
-use crate::gguf_export::{GgufExport, GgufSource};
 
 /// What happens where the trained model should go and something is there, or nothing can be written.
 #[derive(Args, Clone, Debug, Serialize)]

@@ -12,8 +12,10 @@ use serde::Serialize;
 use crate::args::choices::{choice, some_by_name};
 use crate::args::number::whole;
 use crate::args::text::{some_text, text};
-use crate::counting_allocator::{allocated_bytes, measure_activations_by, rank_allocated_bytes};
 use crate::flags::default_of;
+use crate::memory::counting_allocator::{
+    allocated_bytes, measure_activations_by, rank_allocated_bytes,
+};
 use crate::output::print_note;
 
 /// Flags about ranks.

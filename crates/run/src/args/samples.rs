@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::args::number::{real, whole};
 use crate::flags::default_of;
-use crate::idle::Idle;
+use crate::flags::idle::Idle;
 
 /// Flags of the samples.
 #[derive(Args, Clone, Debug, Serialize)]

@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::args::number::whole;
 use crate::args::text::text;
 use crate::flags::default_of;
-use crate::idle::Idle;
+use crate::flags::idle::Idle;
 
 /// How records become sequences.
 #[derive(Args, Clone, Debug, Serialize)]

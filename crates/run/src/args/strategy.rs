@@ -10,7 +10,7 @@ use crate::args::choices::written_by_name;
 use crate::args::layout::LayoutArgs;
 use crate::args::number::whole;
 use crate::flags::default_of;
-use crate::idle::Idle;
+use crate::flags::idle::Idle;
 
 /// The flags that say how ranks share the work: as a mesh, or as workers and servers.
 #[derive(Args, Clone, Debug, Serialize)]

@@ -10,7 +10,7 @@ use clap::Args;
 use serde::{Serialize, Serializer};
 
 use crate::flags::default_of;
-use crate::observer::Observers;
+use crate::output::observer::Observers;
 
 /// Steps that are recorded unless the flags say otherwise.
 const NUM_STEPS: usize = 10;

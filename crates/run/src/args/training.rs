@@ -22,7 +22,7 @@ use crate::args::output::OutputArgs;
 use crate::args::ranks::RankArgs;
 use crate::args::strategy::StrategyArgs;
 use crate::flags::default_of;
-use crate::idle::Idle;
+use crate::flags::idle::Idle;
 
 /// Everything about a run but its model and its data.
 #[derive(Args, Clone, Debug, Serialize)]

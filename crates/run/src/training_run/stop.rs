@@ -11,7 +11,7 @@ use candle_launch::{NOT_SAVED_EXIT_CODE, StopSignals, before_ending};
 use candle_parallel::checkpoint::{CheckpointManifest, checkpoints_in, remove_leftovers};
 use candle_trainer::counted;
 
-use crate::observer::Observers;
+use crate::output::observer::Observers;
 
 /// How a run was stopped.
 pub struct Stopped {

@@ -7,9 +7,9 @@ use candle_core::Result;
 use candle_parallel::checkpoint::HfSave;
 use candle_trainer::{Activity, Batches, DataPosition, Trainer};
 
-use crate::observer::{Observers, RunEvent};
 use crate::output::in_words;
-use crate::stop::{Left, Stopped, newest_checkpoint};
+use crate::output::observer::{Observers, RunEvent};
+use crate::training_run::stop::{Left, Stopped, newest_checkpoint};
 
 /// Leaves what a run that was stopped can be gone on with: a checkpoint, with the place in its `batches`, or without those the model. Every
 /// rank must call it.

@@ -7,7 +7,7 @@ use candle_core::Result;
 use candle_parallel::{ModelPart, Pipeline, Schedule};
 use candle_trainer::{Activity, GenerateConfig, Sampler, SamplingConfig, generate};
 
-use crate::observer::RunEvent;
+use crate::output::observer::RunEvent;
 use crate::training_run::TrainingRun;
 
 impl TrainingRun<'_> {

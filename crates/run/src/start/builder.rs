@@ -4,10 +4,10 @@ use std::path::Path;
 
 use candle_trainer::DataSpec;
 
-use crate::finetune::Finetune;
-use crate::pretrain::Pretrain;
 use crate::run::Run;
 use crate::start::Start;
+use crate::start::finetune::Finetune;
+use crate::start::pretrain::Pretrain;
 
 impl Finetune {
     /// A run that trains the checkpoint in a folder, or of this name on the Hugging Face hub (`org/name[@revision]`).

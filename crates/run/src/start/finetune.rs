@@ -12,10 +12,10 @@ use serde::{Serialize, Serializer};
 use serde_json::Value;
 use toml::Table;
 
-use crate::adapter_base::refuse_adapter;
 use crate::args::data::DataArgs;
 use crate::args::lora::LoraArgs;
 use crate::run::Run;
+use crate::start::adapter_base::refuse_adapter;
 use crate::start::{InitialWeights, Start, StartModel};
 
 /// A run that trains a Hugging Face checkpoint, or adapters beside it, on conversations or text.

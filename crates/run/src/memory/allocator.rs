@@ -9,7 +9,7 @@ use std::ffi::c_long;
 
 use mimalloc::MiMalloc;
 
-use crate::counting_allocator::CountingAllocator;
+use crate::memory::counting_allocator::CountingAllocator;
 
 /// mimalloc, counted.
 pub type Allocator = CountingAllocator<MiMalloc>;

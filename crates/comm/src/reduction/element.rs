@@ -6,8 +6,8 @@ use candle_core::{
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
-use crate::device::name as device_name;
-use crate::{Error, Operation, ReduceOp, pairwise};
+use crate::memory::device::name as device_name;
+use crate::{Error, Operation, ReduceOp};
 
 /// An element type that ranks exchange.
 pub(crate) trait Element: WithDType {
@@ -140,7 +140,7 @@ macro_rules! with_element {
             candle_core::DType::I16 => $($run)::+::<i16>($($arg),*),
             candle_core::DType::I32 => $($run)::+::<i32>($($arg),*),
             candle_core::DType::I64 => $($run)::+::<i64>($($arg),*),
-            dtype => Err($crate::element::unsupported(dtype).into()),
+            dtype => Err($crate::reduction::element::unsupported(dtype).into()),
         }
     };
 }
@@ -284,28 +284,4 @@ impl<T: Element> InplaceOp1 for Write<'_, T> {
         }
         Ok(())
     }
-}
-
-/// The elementwise sum of contiguous tensors on the CPU, of one shape and dtype, in their order: the bits of a sum over ranks that have
-/// one each.
-///
-/// # Errors
-/// No tensor; tensors that differ in shape or dtype, are not contiguous, not on the CPU or of a type that ranks do not exchange.
-pub fn sum_in_order(tensors: &[Tensor]) -> Result<Tensor> {
-    fn sum<T: Element>(first: &Tensor, tensors: &[Tensor]) -> Result<Tensor> {
-        let mut sum = T::zeros(first.elem_count());
-        read_all(tensors, None, |sources: &[&[T]]| {
-            let terms = pairwise::of_all(sources.iter().copied());
-            pairwise::reduce(ReduceOp::Sum, &terms, &mut [&mut sum]);
-        })?;
-        Tensor::from_vec(sum, first.shape(), &Device::Cpu)
-    }
-    let Some(first) = tensors.first() else {
-        bail!("a sum of no tensor has no shape");
-    };
-    let differs = |xs: &&Tensor| (xs.shape(), xs.dtype()) != (first.shape(), first.dtype());
-    if let Some(other) = tensors.iter().find(differs) {
-        bail!("a sum of {first:?} and {other:?}, which differ in shape or dtype");
-    }
-    with_element!(first.dtype(), sum(first, tensors))
 }

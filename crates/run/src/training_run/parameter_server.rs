@@ -6,8 +6,8 @@ use candle_comm::{Degrees, Departure, Mailbox, Mesh, RunConfig, launch};
 use candle_core::Result;
 use candle_trainer::{ParameterServer, Worker};
 
-use crate::allocator::keep_freed_memory;
-use crate::end::End;
+use crate::memory::allocator::keep_freed_memory;
+use crate::training_run::end::End;
 use crate::training_run::{Settled, TrainingRun};
 
 impl TrainingRun<'_> {

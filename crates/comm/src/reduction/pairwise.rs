@@ -6,8 +6,10 @@
 
 use std::ops::Range;
 
+use candle_core::{Device, Result, Tensor, bail};
+
 use crate::ReduceOp;
-use crate::element::Element;
+use crate::reduction::element::{Element, read_all, with_element};
 
 /// Elements reduced at a time: the accumulators that are in use (at most 16 KiB each) stay in a near cache.
 const BLOCK: usize = 2048;
@@ -223,6 +225,30 @@ fn combine_into<T: Element>(
             pairs.for_each(|(acc, x)| *acc = combine(*acc, *x));
         }
     }
+}
+
+/// The elementwise sum of contiguous tensors on the CPU, of one shape and dtype, in their order: the bits of a sum over ranks that have
+/// one each.
+///
+/// # Errors
+/// No tensor; tensors that differ in shape or dtype, are not contiguous, not on the CPU or of a type that ranks do not exchange.
+pub fn sum_in_order(tensors: &[Tensor]) -> Result<Tensor> {
+    fn sum<T: Element>(first: &Tensor, tensors: &[Tensor]) -> Result<Tensor> {
+        let mut sum = T::zeros(first.elem_count());
+        read_all(tensors, None, |sources: &[&[T]]| {
+            let terms = of_all(sources.iter().copied());
+            reduce(ReduceOp::Sum, &terms, &mut [&mut sum]);
+        })?;
+        Tensor::from_vec(sum, first.shape(), &Device::Cpu)
+    }
+    let Some(first) = tensors.first() else {
+        bail!("a sum of no tensor has no shape");
+    };
+    let differs = |xs: &&Tensor| (xs.shape(), xs.dtype()) != (first.shape(), first.dtype());
+    if let Some(other) = tensors.iter().find(differs) {
+        bail!("a sum of {first:?} and {other:?}, which differ in shape or dtype");
+    }
+    with_element!(first.dtype(), sum(first, tensors))
 }
 
 #[cfg(test)]

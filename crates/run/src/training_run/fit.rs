@@ -4,9 +4,9 @@ use candle_comm::Mesh;
 use candle_core::Result;
 use candle_trainer::{Batches, DataPosition, TrainEvent, Trainer, peaks_in_words};
 
-use crate::best_weights::tell_if_early;
-use crate::observer::RunEvent;
+use crate::output::observer::RunEvent;
 use crate::training_run::TrainingRun;
+use crate::training_run::best_weights::tell_if_early;
 
 impl TrainingRun<'_> {
     /// Trains the run of this name; what happens the first rank tells. What it trained on.

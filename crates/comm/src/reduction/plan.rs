@@ -15,8 +15,9 @@
 
 use candle_core::Shape;
 
-use crate::element::Element;
-use crate::{Operation, ReduceOp, pairwise};
+use crate::reduction::element::Element;
+use crate::reduction::pairwise;
+use crate::{Operation, ReduceOp};
 
 /// The same place in the tensors of one rank or of all.
 #[derive(Debug, Clone, Copy)]

@@ -7,7 +7,7 @@ use candle_trainer::{TrainConfig, check_memory, counted, memory_in_words, peaks_
 
 use crate::args::choices::Choice;
 use crate::args::lora::{adapters_in_words, frozen_bits, other_forms};
-use crate::observer::Observers;
+use crate::output::observer::Observers;
 use crate::spec::{RanksMemory, RunSpec};
 use crate::training_run::TrainingRun;
 

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use candle_core::{DType, Shape, Tensor};
 
 use crate::error::group_name;
+use crate::operation::scope::InScope;
 use crate::operation::{Message, Operation};
-use crate::scope::InScope;
 
 /// One rank's call: the operation, on what, from where, in which group.
 #[derive(Debug, Clone)]

@@ -6,8 +6,8 @@ use std::time::Instant;
 use candle_core::{Result, Tensor};
 use candle_launch::{Control, RankGroup, Ticket, Verdict};
 
-use crate::call::Call;
-use crate::pending::Work;
+use crate::operation::call::Call;
+use crate::operation::pending::Work;
 use crate::{Communicator, Error, Pending, Request};
 
 /// By what the run's [`Control`] knows a group; see [`ProcessGroup::watched`](crate::ProcessGroup::watched).

@@ -1,7 +1,7 @@
 //! Elements as bytes and back.
 #![allow(unsafe_code)]
 
-use crate::element::Element;
+use crate::reduction::element::Element;
 
 /// The bytes of these elements.
 pub(crate) fn of<T: Element>(elements: &[T]) -> &[u8] {

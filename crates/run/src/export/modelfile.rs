@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use candle_trainer::{ChatTemplate, Tokenizer};
 
-use crate::generation_config::GenerationFile;
+use crate::export::generation_config::GenerationFile;
 
 /// What a Modelfile is made of.
 pub(crate) struct Modelfile<'a> {

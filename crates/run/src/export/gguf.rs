@@ -21,8 +21,8 @@ use candle_trainer::{Activity, ChatTemplate, Tokenizer, WholeFile, gguf_vocab};
 use tempfile::TempDir;
 
 use crate::args::choices::Choice;
-use crate::generation_config::{GENERATION_FILE, GenerationFile};
-use crate::modelfile::Modelfile;
+use crate::export::generation_config::{GENERATION_FILE, GenerationFile};
+use crate::export::modelfile::Modelfile;
 
 /// A GGUF file to be written.
 pub struct GgufExport {

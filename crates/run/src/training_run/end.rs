@@ -7,9 +7,9 @@ use candle_core::Error;
 use candle_launch::{NOT_SAVED_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
 use candle_trainer::counted;
 
-use crate::observer::{Observers, RunEvent};
+use crate::output::observer::{Observers, RunEvent};
 use crate::output::{exit_code_of_refusal, in_words};
-use crate::stop::{Left, Stop, Stopped};
+use crate::training_run::stop::{Left, Stop, Stopped};
 
 /// How a rank's part ended, the same on every rank.
 pub(crate) enum End {

@@ -9,7 +9,7 @@ use candle_trainer::{Activity, EvalHistory, Trainer, TrainingRecord, counted};
 
 use crate::args::checkpoints::place_of_best;
 use crate::args::training::TrainingArgs;
-use crate::observer::Observers;
+use crate::output::observer::Observers;
 
 impl TrainingArgs {
     /// The folder in which the run keeps its best weights until its end, if it needs them and has no folder of checkpoints.
