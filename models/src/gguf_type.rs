@@ -9,22 +9,31 @@ use crate::config::ModelConfig;
 
 /// What most tensors of a file have. Vectors are in f32 always.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum GgufType {
-    /// f32.
+    /// 32-bit floats.
+    #[cfg_attr(feature = "clap", value(aliases = ["fp32", "float32", "float"]))]
     F32,
-    /// f16.
+    /// 16-bit floats of a small range and three bits more.
+    #[cfg_attr(feature = "clap", value(aliases = ["fp16", "float16", "half"]))]
     F16,
-    /// bf16.
+    /// 16-bit floats with the range of f32.
+    #[cfg_attr(feature = "clap", value(alias = "bfloat16"))]
     Bf16,
-    /// Blocks of 32 values, 8.5 bits a value.
+    /// 8.5 bits a value.
+    #[cfg_attr(feature = "clap", value(name = "q8_0"))]
     Q8_0,
-    /// Blocks of 256 values, 6.6 bits a value.
+    /// 6.6 bits a value.
+    #[cfg_attr(feature = "clap", value(name = "q6_k"))]
     Q6K,
-    /// 5.5 bits a value, and 6.6 in the head, and in half of the layers' v and down.
+    /// 5.5 bits a value, and 6.6 in the head and in half of the layers' v and down.
+    #[cfg_attr(feature = "clap", value(name = "q5_k_m"))]
     Q5KM,
-    /// 4.5 bits a value, and 6.6 as with [`Self::Q5KM`].
+    /// 4.5 bits a value, and 6.6 as with q5_k_m: what most people run.
+    #[cfg_attr(feature = "clap", value(name = "q4_k_m"))]
     Q4KM,
-    /// Blocks of 32 values, 4.5 bits a value.
+    /// 4.5 bits a value, of blocks of 32.
+    #[cfg_attr(feature = "clap", value(name = "q4_0"))]
     Q4_0,
 }
 

@@ -6,7 +6,6 @@ pub(crate) mod export;
 pub(crate) mod generate;
 pub(crate) mod inspect;
 pub(crate) mod inspect_model;
-pub(crate) mod launch;
 pub(crate) mod merge;
 pub(crate) mod preview;
 pub(crate) mod preview_text;

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use candle_core::{Error, Result, bail};
-use candle_launch::launcher::{RendezvousAddress, become_rank, launch, reach, run_agent};
+use candle_launch::launcher::{
+    LaunchConfig, RendezvousAddress, become_rank, launch, reach, run_agent,
+};
 use candle_launch::{NEEDS_MPI_EXIT_CODE, RankEnv, before_ending, ignore_file_size_signal};
 use candle_parallel::checkpoint::{end_when_a_file_is_cut, remove_leftovers};
 use candle_train_run::{
@@ -24,7 +26,6 @@ use crate::commands::env::print_env;
 use crate::commands::export::Export;
 use crate::commands::generate::Generate;
 use crate::commands::inspect::Inspect;
-use crate::commands::launch::LaunchArgs;
 use crate::commands::merge::Merge;
 use crate::commands::preview::Preview;
 use crate::commands::schedule::ScheduleCommand;
@@ -43,7 +44,8 @@ enum CandleTrain {
     Preview(Box<Preview>),
     Merge(Merge),
     Generate(Box<Generate>),
-    Launch(Box<LaunchArgs>),
+    /// Start the ranks of a run, on this host or on several, and end them together
+    Launch(Box<LaunchConfig>),
     Plot(PlotArgs),
     Timeline(TimelineArgs),
     Schedule(ScheduleCommand),
@@ -211,7 +213,7 @@ pub fn candle_train() -> ExitCode {
             Ok(true) => ExitCode::from(NEEDS_MPI_EXIT_CODE),
             _ => exit_with(log_to_stderr().and_then(|()| args.run())),
         },
-        CandleTrain::Launch(args) => launch(&(*args).into()),
+        CandleTrain::Launch(config) => launch(&config),
         CandleTrain::Plot(args) => exit_with(args.run()),
         CandleTrain::Timeline(args) => exit_with(args.run()),
         CandleTrain::Schedule(args) => exit_with(args.run()),

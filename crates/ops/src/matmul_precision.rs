@@ -9,13 +9,16 @@ use std::fmt::{Display, Formatter};
 /// How a rank multiplies matrices of f32 in linear layers, with the names that PyTorch has for it
 /// (`torch.set_float32_matmul_precision`). Products of bf16 and f16 do not depend on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum MatmulPrecision {
-    /// Products of all 24 bits of each number; on a CPU with AMX as sums of three bf16, which takes parts below 2^-126 for 0, but for small products
-    /// ([`ProductChoice::fastest`]).
+    /// All bits of each number.
+    ///
+    /// On a CPU with AMX as sums of three bf16, which takes parts below 2^-126 for 0, but for small products ([`ProductChoice::fastest`]).
     #[default]
     Highest,
-    /// Of fewer bits, where the device is faster so: on a CPU with AMX each number is the sum of two bf16, 16 bits; on a GPU it is a
-    /// TF32, 11 bits. Elsewhere the same as [`Self::Highest`].
+    /// 16 bits of each number on CPUs with AMX, 11 on GPUs (TF32); other CPUs do as for highest.
+    ///
+    /// On a CPU with AMX each number is the sum of two bf16.
     High,
 }
 

@@ -20,8 +20,7 @@ mod training_run;
 pub use args::batches::BatchArgs;
 pub use args::checkpoints::CheckpointArgs;
 pub use args::choices::{
-    Choice, GradientQuantization, LrScheduleChoice, Named, PackChoice, Quantization,
-    RecomputeChoice, choice,
+    GradientQuantization, LrScheduleChoice, PackChoice, Quantization, RecomputeChoice, float_type,
 };
 pub use args::context::ContextArgs;
 pub use args::data::DataArgs;
@@ -60,7 +59,7 @@ pub use reading::{DataModel, TrainingData};
 pub use record::{WEIGHTS, digest_of_weights};
 pub use run::Run;
 pub use spec::RunSpec;
-pub use start::adapter_base::{NamedModel, base_of, check_base, is_adapter, refuse_adapter};
+pub use start::adapter_base::{NamedModel, check_base, is_adapter, refuse_adapter, resolve_base};
 pub use start::finetune::{Finetune, FromCheckpoint};
 pub use start::pretrain::{FromScratch, ModelArgs, Pretrain};
 pub use start::{Start, StartModel};

@@ -10,8 +10,8 @@ use candle_parallel::checkpoint::{
 };
 use candle_train_models::{CausalLm, GgufType, ModelConfig};
 use candle_train_run::{
-    GgufExport, GgufSource, WEIGHTS, base_of, check_base, choice, digest_of_weights, is_adapter,
-    num_bytes, print_line, print_note, refuse_adapter,
+    GgufExport, GgufSource, WEIGHTS, digest_of_weights, float_type, is_adapter, num_bytes,
+    print_line, refuse_adapter, resolve_base,
 };
 use candle_trainer::hub::{is_gguf, resolve_model};
 use candle_trainer::{Activity, TrainingRecord};
@@ -28,7 +28,7 @@ pub(crate) struct Export {
     #[arg(value_name = "OUT")]
     output: PathBuf,
     /// Type of most tensors of a GGUF file [default: that of the model's weights]
-    #[arg(long = "type", value_name = "TYPE", ignore_case = true, value_parser = choice::<GgufType>())]
+    #[arg(long = "type", value_name = "TYPE", ignore_case = true)]
     gguf_type: Option<GgufType>,
     /// Write the adapter alone, as llama.cpp takes it beside its base (--lora)
     #[arg(long)]
@@ -37,7 +37,7 @@ pub(crate) struct Export {
     #[arg(long)]
     modelfile: bool,
     /// Type of the weights in a folder [default: that of the run's own --output]
-    #[arg(long, value_parser = choice::<DType>())]
+    #[arg(long, value_parser = float_type())]
     dtype: Option<DType>,
     /// Size of the largest file of weights in a folder [default: 5GB]
     #[arg(long, value_name = "SIZE", value_parser = num_bytes)]
@@ -109,17 +109,7 @@ impl Export {
     fn gguf_source(&self) -> Result<GgufSource> {
         let dir = Path::new(&self.source);
         if is_adapter(dir) {
-            let base = match &self.model {
-                Some(model) => {
-                    refuse_adapter(model)?;
-                    model.clone()
-                }
-                None => base_of(dir)?,
-            };
-            let model = resolve_model(&base)?;
-            if let Some(warning) = check_base(dir, &base, &model)? {
-                print_note(&format!("warning: {warning}"));
-            }
+            let model = resolve_base(dir, self.model.as_deref())?;
             let adapter = dir.to_path_buf();
             return Ok(GgufSource::Adapter { model, adapter });
         }

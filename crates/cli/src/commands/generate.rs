@@ -11,8 +11,8 @@ use candle_parallel::gguf::GgufReader;
 use candle_parallel::{Adapter, ParamStore, Pipeline, Schedule, WeightFormat};
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_train_run::{
-    GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, choice, other_forms,
-    print_note, real, whole,
+    GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, float_type,
+    other_forms, print_note, real, whole,
 };
 use candle_trainer::hub::{is_gguf, resolve_model};
 use candle_trainer::{
@@ -81,12 +81,12 @@ pub(crate) struct Generate {
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     tp: usize,
     /// Type of weights and activations
-    #[arg(long, ignore_case = true, default_value = "f32", value_parser = choice::<DType>())]
+    #[arg(long, ignore_case = true, default_value = "f32", value_parser = float_type())]
     dtype: DType,
     /// Form in which the model's weights are held; q8_0 and q4k take the least memory, of which a token reads all [default: --dtype]
     ///
     /// It is a number's type, or blocks of 8.5 (q8_0) or 4.5 bits a value (q4k); embedding and head are in bf16 then.
-    #[arg(long, ignore_case = true, value_name = "FORM", value_parser = choice::<WeightFormat>())]
+    #[arg(long, ignore_case = true, value_name = "FORM")]
     base_dtype: Option<WeightFormat>,
     #[command(flatten, next_help_heading = "Ranks")]
     pub ranks: RankArgs,

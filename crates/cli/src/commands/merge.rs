@@ -9,10 +9,7 @@ use candle_parallel::Adapter;
 use candle_parallel::checkpoint::{
     Checkpoint, HfSave, merge_adapter, sidecar_files, with_config_dtype,
 };
-use candle_train_run::{
-    base_of, check_base, choice, exit_with, print_line, print_note, refuse_adapter,
-};
-use candle_trainer::hub::resolve_model;
+use candle_train_run::{exit_with, float_type, print_line, resolve_base};
 use candle_trainer::{Activity, ChatTemplate, Tokenizer, counted};
 use clap::Args;
 
@@ -31,7 +28,7 @@ pub(crate) struct Merge {
     #[arg(long, value_name = "DIR")]
     output: PathBuf,
     /// Type of the saved weights [default: each tensor's own in the checkpoint]
-    #[arg(long, ignore_case = true, value_parser = choice::<DType>())]
+    #[arg(long, ignore_case = true, value_parser = float_type())]
     save_dtype: Option<DType>,
     /// Replace a model in the folder of --output
     #[arg(long)]
@@ -45,17 +42,7 @@ impl Merge {
     }
 
     fn merge(&self) -> Result<()> {
-        let named = match &self.model {
-            Some(model) => {
-                refuse_adapter(model)?;
-                model.clone()
-            }
-            None => base_of(&self.adapter)?,
-        };
-        let model = resolve_model(&named)?;
-        if let Some(warning) = check_base(&self.adapter, &named, &model)? {
-            print_note(&format!("warning: {warning}"));
-        }
+        let model = resolve_base(&self.adapter, self.model.as_deref())?;
         let dtype = self.save_dtype;
         let mut sidecars = with_config_dtype(sidecar_files(&model)?, dtype)?;
         sidecars.retain(|(name, _)| name != CONFIG_FILE);

@@ -3,19 +3,20 @@
 use candle_core::{DType, Result, bail};
 use serde::{Deserialize, Serialize};
 
-/// How context-parallel ranks come to what others have.
+/// How context-parallel ranks come to the keys and values that others have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum ContextMethod {
     /// Ring or Ulysses, whichever sends fewer bytes.
     #[default]
     Auto,
-    /// Keys and values go from rank to rank.
+    /// They go from rank to rank, while those that are here are used; any number of heads.
     Ring,
-    /// Each rank gathers all keys and values.
+    /// Each rank gathers all of them, a layer at a time.
     AllGather,
-    /// Ranks exchange heads for rows.
+    /// Ranks exchange heads for rows; no more ranks than query heads.
     Ulysses,
 }
 

@@ -24,21 +24,28 @@ pub enum ZeroStage {
 
 /// In what form gradients move between replicas. They are added in f32, but for what NCCL adds itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[non_exhaustive]
 pub enum ReduceType {
     /// As they are kept.
     #[default]
+    #[cfg_attr(feature = "clap", value(aliases = ["fp32", "float32", "float"]))]
     F32,
-    /// Half the bytes: each rank's sum over its micro-batches, or with ZeRO-2 and 3 each micro-batch's gradient, is rounded, and
+    /// Rounded: half the bytes, over nccl with --half-sums native only.
+    ///
+    /// Each rank's sum over its micro-batches, or with ZeRO-2 and 3 each micro-batch's gradient, is rounded, and
     /// the sum over the ranks is rounded again. Over NCCL only if it is to make such sums itself
     /// ([`HalfSums::Native`](candle_comm::HalfSums)), which rounds after each addition. Between groups of replicas, which move
     /// slices only, f32.
+    #[cfg_attr(feature = "clap", value(alias = "bfloat16"))]
     Bf16,
     /// About a quarter: each rank's summands are rounded to 8 bits, 256 values with one scale (arXiv:2306.10209). With
     /// [`DataParallel::zero_secondary`] and more than one such group in two hops: over the ranks of a group first, whose sums are rounded again
     /// before they are added to those of the other groups. Between groups of replicas that hold the same, which move slices only, f32.
+    #[cfg_attr(feature = "clap", value(skip))]
     Int8,
     /// About an eighth: the same in 4 bits. Needs [`DataParallel::zero_secondary`].
+    #[cfg_attr(feature = "clap", value(skip))]
     Int4,
 }
 

@@ -17,17 +17,23 @@ use crate::placement::Shard;
 /// (`candle_core::quantized`), along the rows. A weight whose rows no block divides is held in the next wider form. The weights of
 /// the model's first and last block, the embedding and the head, are in bf16 where others are in blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[non_exhaustive]
 pub enum WeightFormat {
-    /// 32 bits a value.
+    /// 32-bit floats.
+    #[cfg_attr(feature = "clap", value(aliases = ["fp32", "float32", "float"]))]
     F32,
-    /// 16 bits a value.
-    F16,
-    /// 16 bits a value.
+    /// 16-bit floats with the range of f32.
+    #[cfg_attr(feature = "clap", value(name = "bf16", alias = "bfloat16"))]
     BF16,
-    /// Blocks of 32 values, 8.5 bits a value.
+    /// 16-bit floats of a small range and three bits more.
+    #[cfg_attr(feature = "clap", value(aliases = ["fp16", "float16", "half"]))]
+    F16,
+    /// Blocks of 32 values, 8 bits each and a scale.
+    #[cfg_attr(feature = "clap", value(name = "q8_0", aliases = ["q8", "int8", "8bit"]))]
     Q8_0,
-    /// Blocks of 256 values, 4.5 bits a value.
+    /// Blocks of 256 values, 4 bits each with scales and minima of groups of 32.
+    #[cfg_attr(feature = "clap", value(name = "q4k", aliases = ["q4_k", "q4", "4bit"]))]
     Q4K,
 }
 

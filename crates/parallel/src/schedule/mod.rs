@@ -108,25 +108,43 @@ impl fmt::Display for Instruction {
 /// The order in which ranks work on their micro-batches. Where a rank has several stages these take turns with groups of as many
 /// micro-batches as there are ranks, or few more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[non_exhaustive]
 pub enum Schedule {
-    /// All forward passes, then all backward passes (arXiv:1811.06965): every micro-batch's activations are alive at once. With several stages
-    /// on a rank all micro-batches go through one before the next (breadth-first, arXiv:2211.05953): so weights that are
-    /// [offloaded](crate::Offload::params) are read twice in a step, however many micro-batches it has, also without a pipeline.
-    GPipe,
-    /// One forward, one backward (PipeDream-Flush, arXiv:2104.04473, section 2.2): rank r of p holds the activations of at
-    /// most min(p - r, m) of m micro-batches. With several stages on a rank interleaved 1F1B (the same, section 2.2).
+    /// One forward, one backward: with one stage on each of p ranks, rank r holds at most p - r micro-batches.
+    ///
+    /// PipeDream-Flush (arXiv:2104.04473, section 2.2). With several stages on a rank interleaved 1F1B (the same, section 2.2).
+    #[cfg_attr(feature = "clap", value(name = "1f1b"))]
     OneForwardOneBackward,
-    /// ZB-H1 (arXiv:2401.10241): weight gradients wait until a rank would be idle, and no rank has more than p micro-batches under way if p divides
-    /// their number. Gradients that would keep more than the forward pass has kept do not wait, and none of blocks that are computed again. With
-    /// several stages on a rank its interleaved form.
+    /// All forward passes, then all backward passes.
+    ///
+    /// Every micro-batch's activations are alive at once (arXiv:1811.06965). With several stages on a rank all micro-batches go through one
+    /// before the next (breadth-first, arXiv:2211.05953): so weights that are [offloaded](crate::Offload::params) are read twice in a step,
+    /// however many micro-batches it has, also without a pipeline.
+    #[cfg_attr(feature = "clap", value(name = "gpipe"))]
+    GPipe,
+    /// Gradients of weights wait until a rank would be idle; each rank holds about p micro-batches.
+    ///
+    /// ZB-H1 (arXiv:2401.10241): no rank has more than p micro-batches under way if p divides their number. Gradients that would keep more
+    /// than the forward pass has kept do not wait, and none of blocks that are computed again. With several stages on a rank its
+    /// interleaved form.
+    #[cfg_attr(feature = "clap", value(name = "zb-h1"))]
     ZeroBubbleH1,
-    /// ZB-2p (the same, ZB-H2): more forward passes ahead, up to 2p - 1 micro-batches on a rank. Its last stages begin to work on a step
-    /// before the first ones have ended the one before only if that need not be awaited: here it must.
+    /// More forward passes ahead: up to 2p - 1 micro-batches.
+    ///
+    /// ZB-2p (the same, ZB-H2). Its last stages begin to work on a step before the first ones have ended the one before only if that need
+    /// not be awaited: here it must.
+    #[cfg_attr(feature = "clap", value(name = "zb-2p"))]
     ZeroBubble2p,
-    /// ZBV (arXiv:2405.15362): two stages a rank, the second ones in the order of the ranks from the last one to the first.
+    /// Two stages a rank, there and back over the ranks; about p micro-batches.
+    ///
+    /// ZBV (arXiv:2405.15362): the second stages lie in the order of the ranks from the last one to the first.
+    #[cfg_attr(feature = "clap", value(name = "zbv"))]
     ZeroBubbleV,
-    /// DualPipeV (the V form of DualPipe, arXiv:2412.19437): stages as those of [`Self::ZeroBubbleV`], 2p micro-batches or more.
+    /// Stages as those of zbv, both ways at once; 2p micro-batches or more.
+    ///
+    /// The V form of DualPipe (arXiv:2412.19437).
+    #[cfg_attr(feature = "clap", value(name = "dualpipev"))]
     DualPipeV,
 }
 

@@ -7,7 +7,7 @@ use candle_train_models::ModelConfig;
 use clap::Args;
 use serde::Serialize;
 
-use crate::args::choices::{Choice, by_name, choice};
+use crate::args::choices::name_of;
 use crate::args::number::whole;
 use crate::flags::default_of;
 
@@ -22,8 +22,7 @@ pub struct ContextArgs {
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     pub cp: usize,
     /// How context-parallel ranks come to the keys and values of the others
-    #[arg(long, default_value = "auto", value_parser = choice::<ContextMethod>())]
-    #[serde(serialize_with = "by_name")]
+    #[arg(long, default_value = "auto")]
     pub cp_method: ContextMethod,
     /// Ranks of a group that exchanges heads for rows; the groups of --cp lie in a ring [default: as --cp-method says]
     #[arg(long, value_name = "RANKS", value_parser = whole::<usize>(1..))]
@@ -50,7 +49,7 @@ impl ContextArgs {
         let mut order = Vec::new();
         if self.cp > 1 {
             order.push(("--cp", self.cp.to_string()));
-            order.push(("--cp-method", self.cp_method.name_of().to_string()));
+            order.push(("--cp-method", name_of(&self.cp_method)));
             order.extend(self.ulysses.map(|ranks| ("--ulysses", ranks.to_string())));
         }
         if self.sequence_parallel {

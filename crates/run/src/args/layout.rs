@@ -14,7 +14,8 @@ use clap::builder::ArgPredicate;
 use serde::Serialize;
 
 use crate::args::choices::{
-    GradientQuantization, PackChoice, Quantization, RecomputeChoice, by_name, choice, some_by_name,
+    GradientQuantization, PackChoice, Quantization, RecomputeChoice, by_name, float_type,
+    some_float_type,
 };
 use crate::args::context::ContextArgs;
 use crate::args::number::whole;
@@ -48,7 +49,7 @@ pub struct LayoutArgs {
     #[arg(long, value_name = "REPLICAS", value_parser = whole::<usize>(2..))]
     pub zero_secondary: Option<usize>,
     /// Type in which gradients move between replicas
-    #[arg(long, ignore_case = true, default_value = "f32", value_parser = choice::<ReduceType>())]
+    #[arg(long, ignore_case = true, default_value = "f32")]
     #[serde(serialize_with = "by_name")]
     pub grad_reduce_dtype: ReduceType,
     /// Move gradients between replicas in 8 or 4 bits, blocks of 256 values with a scale each; needs --zero 1, 2 or 3 [default: no]
@@ -83,11 +84,11 @@ pub struct LayoutArgs {
     pub pack_weights: PackChoice,
     /// Type of weights and activations while training; sums, gradients and the optimizer's copy of the weights stay f32, and f16 has dynamic
     /// loss scaling [default: bf16 on GPUs without --matmul-precision, else f32]
-    #[arg(long, ignore_case = true, value_parser = choice::<DType>(), default_value_ifs = [
+    #[arg(long, ignore_case = true, value_parser = float_type(), default_value_ifs = [
         ("bf16", ArgPredicate::IsPresent, "bf16"),
         ("fp16", ArgPredicate::IsPresent, "f16"),
     ])]
-    #[serde(serialize_with = "some_by_name")]
+    #[serde(serialize_with = "some_float_type")]
     pub dtype: Option<DType>,
     /// The same as --dtype bf16
     #[arg(long, conflicts_with_all = ["dtype", "fp16"])]

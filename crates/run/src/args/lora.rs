@@ -13,7 +13,7 @@ use candle_trainer::{TrainingRecord, counted};
 use clap::Args;
 use serde::Serialize;
 
-use crate::args::choices::{Choice, choice, some_by_name};
+use crate::args::choices::{name_of, some_by_name};
 use crate::args::number::{real, whole};
 use crate::record::digest_of_weights;
 use crate::start::adapter_base::check_base;
@@ -49,7 +49,7 @@ pub struct LoraArgs {
     ///
     /// It is a number's type, or blocks of 8.5 (q8_0) or 4.5 bits a value (q4k), which are unpacked where they are used; embedding and head are
     /// in bf16 then. Weights whose rows are no multiple of 256 values have q8_0 in place of q4k, which is told. Needs --lora-rank or --adapter.
-    #[arg(long, ignore_case = true, value_name = "FORM", value_parser = choice::<WeightFormat>())]
+    #[arg(long, ignore_case = true, value_name = "FORM")]
     #[serde(serialize_with = "some_by_name")]
     pub base_dtype: Option<WeightFormat>,
     /// Go on training the adapter in this folder, with its own rank, alpha, dropout and layers [default: none]
@@ -183,8 +183,9 @@ impl LoraArgs {
                 .insert("the configuration of --adapter".into(), own.into());
         }
         if let Some(format) = self.base_dtype {
-            let format = format.name_of().to_string();
-            record.settings.insert("--base-dtype".into(), format);
+            record
+                .settings
+                .insert("--base-dtype".into(), name_of(&format));
         }
         let Some(rank) = self.lora_rank else {
             return Ok(());
@@ -256,7 +257,7 @@ pub fn other_forms(format: WeightFormat, params: &Parameters) -> Vec<String> {
     let lines = others.into_iter().map(|((width, form, bits), names)| {
         format!(
             "{form} ({bits} bits a value) in place of {}, as rows of {width} values are no whole blocks of {block}: {}",
-            format.name_of(),
+            name_of(&format),
             Vec::from_iter(names).join(", ")
         )
     });

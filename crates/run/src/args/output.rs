@@ -8,7 +8,7 @@ use candle_train_models::GgufType;
 use clap::Args;
 use serde::Serialize;
 
-use crate::args::choices::{Choice, choice, some_by_name};
+use crate::args::choices::{float_type, some_by_name, some_float_type};
 use crate::export::gguf::{GgufExport, GgufSource};
 use crate::flags::default_of;
 
@@ -26,8 +26,8 @@ pub struct OutputArgs {
     )]
     pub output: PathBuf,
     /// Type of the saved weights [default: each tensor's own in the input checkpoint]
-    #[arg(long, ignore_case = true, value_parser = choice::<DType>())]
-    #[serde(serialize_with = "some_by_name")]
+    #[arg(long, ignore_case = true, value_parser = float_type())]
+    #[serde(serialize_with = "some_float_type")]
     pub save_dtype: Option<DType>,
     /// Replace a model in the folder of --output
     ///
@@ -37,7 +37,7 @@ pub struct OutputArgs {
     pub overwrite: bool,
     /// At the end also write the model as a GGUF file of this type, for llama.cpp and Ollama, beside the folder of --output: finetuned-q4_k_m.gguf for finetuned. An adapter is
     /// folded into its model
-    #[arg(long, value_name = "TYPE", ignore_case = true, value_parser = choice::<GgufType>())]
+    #[arg(long, value_name = "TYPE", ignore_case = true)]
     #[serde(serialize_with = "some_by_name")]
     pub export_gguf: Option<GgufType>,
     /// Where the model goes, to a new folder, if it cannot be saved to that of --output [default: beside the folder of the checkpoints if there is one, else beside that]
@@ -57,7 +57,7 @@ impl OutputArgs {
     pub(crate) fn gguf_export(&self, base: Option<&Path>, run: Option<&str>) -> Option<GgufExport> {
         let dtype = self.export_gguf?;
         let mut name = self.output.file_name().unwrap_or_default().to_os_string();
-        name.push(format!("-{}.gguf", dtype.name_of()));
+        name.push(format!("-{}.gguf", dtype.name()));
         let saved = self.output.clone();
         Some(GgufExport {
             source: match base {
@@ -72,7 +72,7 @@ impl OutputArgs {
             adapter_only: false,
             modelfile: false,
             overwrite: self.overwrite,
-            run: run.map(|run| format!("{run} {}", dtype.name_of())),
+            run: run.map(|run| format!("{run} {}", dtype.name())),
         })
     }
 

@@ -10,7 +10,7 @@ use candle_trainer::counted;
 use clap::Args;
 use serde::Serialize;
 
-use crate::args::choices::{choice, some_by_name};
+use crate::args::choices::some_by_name;
 use crate::args::number::whole;
 use crate::args::text::text;
 use crate::flags::default_of;
@@ -24,7 +24,7 @@ pub struct ScheduleArgs {
     /// The default is gpipe with a stage for each block where --offload has params and activations, in files, with --recompute full: each stage takes all
     /// micro-batches before the next one, so a step reads the weights twice, however many micro-batches it has, whose inputs of stages wait
     /// meanwhile. But not with tied weights, tiles, parameter servers, or ranks that do not divide the blocks evenly.
-    #[arg(long, value_parser = choice::<Schedule>())]
+    #[arg(long)]
     #[serde(serialize_with = "some_by_name")]
     pub schedule: Option<Schedule>,
     /// Stages on each pipeline rank; with more than 1, 1f1b, zb-h1 and gpipe are interleaved [default: 1, of zbv and dualpipev 2]

@@ -9,7 +9,7 @@ use candle_ops::{DeviceChoice, GpuSettings, MatmulPrecision, ProductChoice};
 use clap::Args;
 use serde::Serialize;
 
-use crate::args::choices::{choice, some_by_name};
+use crate::args::choices::some_by_name;
 use crate::args::number::whole;
 use crate::args::text::{some_text, text};
 use crate::flags::default_of;
@@ -47,7 +47,7 @@ pub struct RankArgs {
     pub deterministic: bool,
     /// How linear layers multiply in f32, as in torch.set_float32_matmul_precision; not for --dtype bf16 or f16. On a CPU the environment
     /// variable CANDLE_TRAIN_PRODUCTS (fma, dots, 1, 2 or 3) goes before it [default: highest]
-    #[arg(long, value_name = "PRECISION", value_parser = choice::<MatmulPrecision>())]
+    #[arg(long, value_name = "PRECISION")]
     #[serde(serialize_with = "some_by_name")]
     pub matmul_precision: Option<MatmulPrecision>,
     /// How long a rank may wait for the others in one operation before the run ends with a report

@@ -6,7 +6,6 @@ use candle_trainer::Consistency;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use crate::args::choices::written_by_name;
 use crate::args::layout::LayoutArgs;
 use crate::args::number::whole;
 use crate::flags::default_of;
@@ -32,8 +31,6 @@ pub struct StrategyArgs {
     pub max_staleness: usize,
 }
 
-written_by_name!(StrategyChoice);
-
 impl Default for StrategyArgs {
     fn default() -> Self {
         default_of()
@@ -41,7 +38,8 @@ impl Default for StrategyArgs {
 }
 
 /// `--strategy`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 pub enum StrategyChoice {
     /// All ranks compute, and what they divide between them the flags of the layout say
     Mesh,
@@ -63,55 +61,28 @@ impl StrategyArgs {
         let is_stale = self.max_staleness != default.max_staleness;
         let is_reduced = layout.grad_reduce_dtype != no_layout.grad_reduce_dtype;
         let is_tiled = layout.tile_linears != no_layout.tile_linears;
-        Idle::of([
-            (
-                !has_servers && self.servers.is_some(),
-                "servers",
-                BY,
-                NO_SERVERS,
-            ),
-            (!has_servers && self.is_async, "async", BY, NO_SERVERS),
-            (!has_servers && is_stale, "max-staleness", BY, NO_SERVERS),
-            (
-                has_servers && !self.is_async && is_stale,
-                "max-staleness",
-                &["async"],
-                STALE,
-            ),
-            (
-                has_servers && layout.zero != no_layout.zero,
-                "zero",
-                BY,
-                SERVERS,
-            ),
-            (
-                has_servers && layout.zero_group.is_some(),
-                "zero-group",
-                BY,
-                SERVERS,
-            ),
-            (
-                has_servers && layout.zero_secondary.is_some(),
-                "zero-secondary",
-                BY,
-                SERVERS,
-            ),
-            (has_servers && is_reduced, "grad-reduce-dtype", BY, SERVERS),
-            (
-                has_servers && layout.quantize_gradients.is_some(),
-                "quantize-gradients",
-                BY,
-                SERVERS,
-            ),
-            (
-                has_servers && layout.quantize_weights.is_some(),
-                "quantize-weights",
-                BY,
-                SERVERS,
-            ),
-            (has_servers && is_tiled, "tile-linears", BY, SERVERS),
-            (has_servers && layout.no_overlap, "no-overlap", BY, SERVERS),
-        ])
+        if !has_servers {
+            let flags = [
+                ("servers", self.servers.is_some()),
+                ("async", self.is_async),
+                ("max-staleness", is_stale),
+            ];
+            return Idle::each(BY, NO_SERVERS, flags);
+        }
+        let stale = [("max-staleness", !self.is_async && is_stale)];
+        let mut idle = Idle::each(&["async"], STALE, stale);
+        let of_replicas = [
+            ("zero", layout.zero != no_layout.zero),
+            ("zero-group", layout.zero_group.is_some()),
+            ("zero-secondary", layout.zero_secondary.is_some()),
+            ("grad-reduce-dtype", is_reduced),
+            ("quantize-gradients", layout.quantize_gradients.is_some()),
+            ("quantize-weights", layout.quantize_weights.is_some()),
+            ("tile-linears", is_tiled),
+            ("no-overlap", layout.no_overlap),
+        ];
+        idle.extend(Idle::each(BY, SERVERS, of_replicas));
+        idle
     }
 
     /// The number of servers; none without a parameter server.

@@ -20,7 +20,6 @@ use candle_train_models::{CausalLm, GgufType, ModelConfig, gguf_layer};
 use candle_trainer::{Activity, ChatTemplate, Tokenizer, WholeFile, gguf_vocab};
 use tempfile::TempDir;
 
-use crate::args::choices::Choice;
 use crate::export::generation_config::{GENERATION_FILE, GenerationFile};
 use crate::export::modelfile::Modelfile;
 
@@ -300,7 +299,7 @@ impl GgufExport {
             Some(GgufType::Bf16) => GgmlDType::BF16,
             Some(other) => bail!(
                 "--type {} is given with --adapter-only; the matrices of an adapter are written as f32, f16 or bf16",
-                other.name_of()
+                other.name()
             ),
         };
         let (of_model, _) = config.gguf_tensors(GgufType::F32)?;

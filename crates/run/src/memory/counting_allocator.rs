@@ -83,6 +83,15 @@ fn refused(size: usize) {
     }
 }
 
+/// Counts a block that was given, or says that it was not.
+fn given(block: *mut u8, size: usize) -> *mut u8 {
+    match block.is_null() {
+        true => refused(size),
+        false => gained(size),
+    }
+    block
+}
+
 fn gained(size: usize) {
     if size >= MIN_SIZE {
         let live = LIVE.fetch_add(size, Ordering::Relaxed) + size;
@@ -102,22 +111,12 @@ fn lost(size: usize) {
 unsafe impl<A: GlobalAlloc> GlobalAlloc for CountingAllocator<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise.
-        let block = unsafe { self.0.alloc(layout) };
-        match block.is_null() {
-            true => refused(layout.size()),
-            false => gained(layout.size()),
-        }
-        block
+        given(unsafe { self.0.alloc(layout) }, layout.size())
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise.
-        let block = unsafe { self.0.alloc_zeroed(layout) };
-        match block.is_null() {
-            true => refused(layout.size()),
-            false => gained(layout.size()),
-        }
-        block
+        given(unsafe { self.0.alloc_zeroed(layout) }, layout.size())
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {

@@ -6,7 +6,7 @@ use candle_core::Device;
 use candle_ops::PackedWeight;
 use candle_trainer::{LrSchedule, counted};
 
-use crate::args::choices::{Choice, PackChoice};
+use crate::args::choices::{PackChoice, name_of};
 use crate::args::training::TrainingArgs;
 
 impl TrainingArgs {
@@ -58,64 +58,55 @@ impl TrainingArgs {
         let is_packed = PackedWeight::num_bytes((1 << 10, 1 << 10), layout.dtype()) > 0;
         let (pipeline, context) = (&layout.pipeline, &layout.context);
         let (no_pipeline, no_context) = (default.layout.pipeline, default.layout.context);
-        let with = |is_changed: bool, text: String| is_changed.then_some(text);
-        // Where each does nothing, its text if it has another value, and why it does nothing.
+        let rule = |does_nothing: bool, is_given: bool, flag: String, why: &str| {
+            (does_nothing && is_given).then(|| format!("{flag} ({why})"))
+        };
         let rules = [
-            (
+            rule(
                 is_alone,
-                with(
-                    layout.zero != default.layout.zero,
-                    format!("--zero {}", layout.zero),
-                ),
-                match layout.zero > 1 {
-                    // Who gives it may believe that a device holds less.
-                    true => "one replica, so memory is not divided",
-                    false => "one replica",
+                layout.zero != default.layout.zero,
+                format!("--zero {}", layout.zero),
+                // Who gives it may believe that a device holds less.
+                if layout.zero > 1 {
+                    "one replica, so memory is not divided"
+                } else {
+                    "one replica"
                 },
             ),
-            (
+            rule(
                 is_alone && !comes_by_tiles,
-                with(layout.no_overlap, "--no-overlap".to_string()),
+                layout.no_overlap,
+                "--no-overlap".to_string(),
                 "one replica",
             ),
-            (
+            rule(
                 cp == 1,
-                with(
-                    context.cp_method != no_context.cp_method,
-                    format!("--cp-method {}", context.cp_method.name_of()),
-                ),
+                context.cp_method != no_context.cp_method,
+                format!("--cp-method {}", name_of(&context.cp_method)),
                 "whole sequences",
             ),
-            (
+            rule(
                 num_stages == 1,
-                with(
-                    pipeline.order.schedule() != no_pipeline.order.schedule(),
-                    format!("--schedule {}", pipeline.order.schedule().name_of()),
-                ),
+                pipeline.order.schedule() != no_pipeline.order.schedule(),
+                format!("--schedule {}", pipeline.order.schedule().name()),
                 "one stage",
             ),
-            (
+            rule(
                 pp == 1,
-                with(
-                    pipeline.pipeline_prefetch != no_pipeline.pipeline_prefetch,
-                    format!("--pipeline-prefetch {}", pipeline.pipeline_prefetch),
-                ),
+                pipeline.pipeline_prefetch != no_pipeline.pipeline_prefetch,
+                format!("--pipeline-prefetch {}", pipeline.pipeline_prefetch),
                 "one stage",
             ),
-            (
+            rule(
                 run.env.world_size() == 1,
-                with(
-                    ranks.rank_timeout != default.ranks.rank_timeout,
-                    format!("--rank-timeout {}", ranks.rank_timeout),
-                ),
+                ranks.rank_timeout != default.ranks.rank_timeout,
+                format!("--rank-timeout {}", ranks.rank_timeout),
                 "no processes",
             ),
-            (
+            rule(
                 !on_cpus || is_apart || !is_packed,
-                with(
-                    layout.pack_weights == PackChoice::On,
-                    "--pack-weights on".to_string(),
-                ),
+                layout.pack_weights == PackChoice::On,
+                "--pack-weights on".to_string(),
                 match (on_cpus, has_servers, is_apart) {
                     (false, ..) => "no CPU computes",
                     (true, true, _) => "workers of parameter servers pack nothing",
@@ -123,23 +114,20 @@ impl TrainingArgs {
                     (true, false, false) => "products of this processor pack nothing",
                 },
             ),
-            (
+            rule(
                 on_cpus,
-                with(ranks.deterministic, "--deterministic".to_string()),
+                ranks.deterministic,
+                "--deterministic".to_string(),
                 "a CPU",
             ),
-            (
+            rule(
                 on_cpus,
-                with(
-                    layout.offload.is_some() && layout.offload().dirs.is_empty(),
-                    format!("--offload {}", layout.offload()),
-                ),
+                layout.offload.is_some() && layout.offload().dirs.is_empty(),
+                format!("--offload {}", layout.offload()),
                 "a CPU, whose memory is the host's: --offload-dir names a folder",
             ),
         ];
-        let idle = rules.into_iter().filter(|(is_idle, ..)| *is_idle);
-        let idle = idle.filter_map(|(_, flag, why)| Some(format!("{} ({why})", flag?)));
-        let idle: Vec<String> = idle.collect();
+        let idle: Vec<String> = rules.into_iter().flatten().collect();
         (!idle.is_empty()).then(|| format!("without effect here: {}", idle.join(", ")))
     }
 }

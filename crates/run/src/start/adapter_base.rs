@@ -6,8 +6,10 @@ use std::path::{Component, Path, PathBuf};
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::read_text_file;
 use candle_parallel::{ADAPTER_CONFIG_FILE, Adapter};
-use candle_trainer::hub::find_model;
+use candle_trainer::hub::{find_model, resolve_model};
 use serde_json::Value;
+
+use crate::output::print_note;
 
 /// What flags name: a model, and perhaps an adapter of it.
 #[derive(Debug)]
@@ -51,7 +53,7 @@ pub fn is_adapter(dir: &Path) -> bool {
 ///
 /// # Errors
 /// An adapter that cannot be read, or does not say; the model is not here.
-pub fn base_of(dir: &Path) -> Result<String> {
+fn base_of(dir: &Path) -> Result<String> {
     let adapter = Adapter::open(dir)?;
     let shown = dir.display();
     let Some(base) = noted_base(&adapter) else {
@@ -67,6 +69,26 @@ pub fn base_of(dir: &Path) -> Result<String> {
              model's folder, or its name on the hub, too: --model {base} --adapter {shown}"
         ),
     }
+}
+
+/// The folder of the model with which the adapter in `dir` goes: what `--model` names, or else the one that it was trained on. A warning
+/// says if the adapter notes another one.
+///
+/// # Errors
+/// An adapter that cannot be read, or does not fit; the model is not here.
+pub fn resolve_base(dir: &Path, model: Option<&str>) -> Result<PathBuf> {
+    let named = match model {
+        Some(model) => {
+            refuse_adapter(model)?;
+            model.to_string()
+        }
+        None => base_of(dir)?,
+    };
+    let model = resolve_model(&named)?;
+    if let Some(warning) = check_base(dir, &named, &model)? {
+        print_note(&format!("warning: {warning}"));
+    }
+    Ok(model)
 }
 
 /// The model that an adapter notes.

@@ -5,7 +5,7 @@ use candle_core::Result;
 use candle_parallel::Parameters;
 use candle_trainer::{TrainConfig, check_memory, counted, memory_in_words, peaks_in_words};
 
-use crate::args::choices::Choice;
+use crate::args::choices::name_of;
 use crate::args::lora::{adapters_in_words, frozen_bits, other_forms};
 use crate::output::observer::Observers;
 use crate::spec::{RanksMemory, RunSpec};
@@ -132,7 +132,7 @@ impl RunSpec {
             counted(batches.num_tokens(), "token")
         ));
         if let (Some(format), Some(bits)) = (self.lora.base_dtype, frozen_bits(whole)) {
-            let name = format.name_of();
+            let name = name_of(&format);
             observers.note(format!(
                 "the matrices beside adapters, --base-dtype {name}: {bits:.1} bits a value, embedding and head counted"
             ));
