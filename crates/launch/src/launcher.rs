@@ -27,6 +27,7 @@ mod host_plan;
 mod layout;
 mod member;
 mod mpi;
+mod outcome;
 mod process_tree;
 mod program;
 mod rank_variables;

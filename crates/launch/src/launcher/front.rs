@@ -25,6 +25,7 @@ use super::host::Host;
 use super::host_plan::HostPlan;
 use super::layout::Layout;
 use super::mpi::{self, Mpi};
+use super::outcome::Outcome;
 use super::say::say;
 use super::wire::Report;
 use super::{dry_run, member, process_tree, program, signals, thread};
@@ -34,7 +35,6 @@ use labelled_output::{LabelledOutput, RankOutputs};
 use process::Process;
 use restarts::Restarts;
 use run::Run;
-pub(super) use run::outcome::Outcome;
 use verdict::{HostLoss, RankEnd};
 
 /// The exit code where nothing was started.

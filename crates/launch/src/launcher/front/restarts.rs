@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use super::door::Door;
-use super::run::outcome::{Outcome, Remedy};
 use super::verdict::describe_signal;
 use super::{Event, say};
 use crate::launcher::config::{LaunchConfig, NodeRange};
 use crate::launcher::end::{CANNOT_GO_ON_EXIT_CODE, LOST_HOST_EXIT_CODE};
 use crate::launcher::host::Host;
+use crate::launcher::outcome::{Outcome, Remedy};
 use crate::{Error, Result, SpokenWait, WaitNotices};
 
 /// As long as hosts come that the run can use, and this long after the last of them, it waits for more.

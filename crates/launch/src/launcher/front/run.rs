@@ -1,6 +1,6 @@
 //! The ranks from their start to their end.
 
-pub(super) mod outcome;
+mod outcome;
 mod waits;
 
 use std::net::TcpStream;
@@ -21,10 +21,11 @@ use crate::launcher::end::{
 };
 use crate::launcher::host_plan::HostPlan;
 use crate::launcher::layout::Layout;
+use crate::launcher::outcome::{Outcome, Remedy};
 use crate::launcher::process_tree::{self, KILL_DEADLINE};
 use crate::launcher::wire::{Command, Report};
 use crate::{Result, SpokenWait};
-use outcome::{Outcome, Remedy, SURVIVORS};
+use outcome::SURVIVORS;
 
 /// Agents have this long to say that they can run their plan.
 const START_DEADLINE: Duration = Duration::from_secs(60);
@@ -59,10 +60,8 @@ pub(super) struct Run<'a> {
     /// A second one has come, and the ranks are killed.
     is_signalled_again: bool,
     start_deadline: Option<Instant>,
-    /// As long as agents have not said that they can run their plan.
+    /// As long as agents have not said that they can run their plan, or that run ranks say nothing.
     wait: Option<SpokenWait>,
-    /// As long as agents that run ranks say nothing.
-    silent_wait: Option<SpokenWait>,
     started: bool,
     /// When the ranks have to be told to end, and when they were.
     stop_due: Option<Instant>,
@@ -132,11 +131,7 @@ impl<'a> Run<'a> {
             signal: None,
             is_signalled_again: false,
             start_deadline: Some(Instant::now() + START_DEADLINE),
-            wait: Some(SpokenWait::begin(
-                layout.wait_notices,
-                "candle-train: the launcher",
-            )),
-            silent_wait: None,
+            wait: None,
             started: false,
             stop_due: None,
             stopped_at: None,
@@ -155,8 +150,7 @@ impl<'a> Run<'a> {
         mut change: impl FnMut() -> Option<String>,
     ) -> Outcome {
         while self.mpi.is_some() || !self.are_all(AgentState::Gone) {
-            self.say_missing();
-            self.say_silent();
+            self.say_waits();
             if let Ok(event) = events.recv_timeout(self.next_wait()) {
                 self.note(event);
             }
@@ -222,6 +216,7 @@ impl<'a> Run<'a> {
                 agent.state = AgentState::Ready;
                 if self.are_all(AgentState::Ready) && self.start_deadline.take().is_some() {
                     self.started = true;
+                    self.wait = None;
                     self.tell_all(|| Command::Start);
                 }
             }

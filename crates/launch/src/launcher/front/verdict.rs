@@ -55,15 +55,15 @@ pub(super) struct Failures {
     pub(super) hosts: Vec<HostLoss>,
 }
 
-/// The cause of a run's end.
+/// Why the ranks ended, as the launcher says it.
 #[derive(Debug)]
-pub(super) enum Cause<'a> {
-    Rank(&'a RankEnd),
-    /// All ranks, of this number, failed by themselves in the same way as this one.
-    All(&'a RankEnd, usize),
-    /// Ranks ended because of a peer, and none failed by itself: it is stopped or late, say, or its end came after what they said of it.
-    Peer(&'a RankEnd),
-    Host(&'a HostLoss),
+pub(super) struct Ending {
+    /// The sentences about it.
+    pub(super) why: String,
+    /// The code with which the launcher should exit.
+    pub(super) code: u8,
+    /// How ranks have ended that failed by themselves, if that is why.
+    pub(super) own: Option<End>,
 }
 
 impl Failures {
@@ -74,8 +74,8 @@ impl Failures {
     /// The first of the ranks or their hosts that failed by itself until then; later ends are the launcher's doing, but not the
     /// loss of a host because of which ranks on others have ended. Where a rank has said which other one is to blame, that is it, and what ended
     /// after these words is no cause: mpirun ends others, or they found the same.
-    pub(super) fn cause(&self, layout: &Layout, until: Option<Instant>) -> Option<Cause<'_>> {
-        let num_ranks = layout.world_size;
+    pub(super) fn ending(&self, layout: &Layout, until: Option<Instant>) -> Option<Ending> {
+        let (num_ranks, plans) = (layout.world_size, layout.hosts.as_slice());
         let in_time = |at: Instant| until.is_none_or(|until| at <= until);
         let ranks = self.ranks.iter().filter(|rank| in_time(rank.ended_at));
         let (due_to_peer, mut own): (Vec<_>, Vec<_>) =
@@ -93,7 +93,7 @@ impl Failures {
         };
         let mut culprits = own.iter().filter(|rank| Some(rank.rank) == blamed);
         if let Some(culprit) = culprits.find(|rank| !is_ended_by_mpi(rank)) {
-            return Some(Cause::Rank(culprit));
+            return Some(Ending::of_rank(culprit, plans));
         }
         own.retain(|rank| !is_after_words(rank.ended_at));
         if num_ranks > 1 && own.len() == num_ranks && are_alike(&own) {
@@ -101,21 +101,25 @@ impl Failures {
             let first = own
                 .into_iter()
                 .min_by_key(|rank| rank.last_lines.is_empty());
-            return first.map(|first| Cause::All(first, num_ranks));
+            return first.map(|first| Ending::of_all(first, num_ranks));
         }
         let rank = own.into_iter().min_by_key(|rank| rank.ended_at);
         let is_by_mpi = |loss: &HostLoss| layout.mpi.is_some() && is_after_words(loss.lost_at);
         let hosts = self.hosts.iter().filter(|loss| !is_by_mpi(loss));
         let host = hosts.clone().filter(|loss| in_time(loss.lost_at));
         match (rank, host.min_by_key(|loss| loss.lost_at)) {
-            (Some(rank), Some(host)) if host.lost_at < rank.ended_at => Some(Cause::Host(host)),
-            (Some(rank), _) => Some(Cause::Rank(rank)),
-            (None, Some(host)) => Some(Cause::Host(host)),
+            (Some(rank), Some(host)) if host.lost_at < rank.ended_at => {
+                Some(Ending::of_host(host, plans))
+            }
+            (Some(rank), _) => Some(Ending::of_rank(rank, plans)),
+            (None, Some(host)) => Some(Ending::of_host(host, plans)),
             (None, None) => {
                 let first = due_to_peer.into_iter().min_by_key(|rank| rank.ended_at)?;
                 let first = told.unwrap_or(first);
-                let lost = hosts.min_by_key(|loss| loss.lost_at);
-                Some(lost.map_or(Cause::Peer(first), Cause::Host))
+                Some(match hosts.min_by_key(|loss| loss.lost_at) {
+                    Some(lost) => Ending::of_host(lost, plans),
+                    None => Ending::of_peer(first, plans),
+                })
             }
         }
     }
@@ -128,75 +132,82 @@ fn are_alike(ranks: &[&RankEnd]) -> bool {
     pairs.all(|(one, next)| one == next) && ranks.iter().all(|rank| rank.end == ranks[0].end)
 }
 
-impl Cause<'_> {
-    /// The code with which the launcher should exit.
-    pub(super) fn exit_code(&self) -> u8 {
-        match self {
-            Self::Rank(failure) | Self::All(failure, _) | Self::Peer(failure) => {
-                failure.end.exit_code()
-            }
-            Self::Host(_) => LOST_HOST_EXIT_CODE,
+impl Ending {
+    /// This rank was the first that failed by itself.
+    fn of_rank(failure: &RankEnd, hosts: &[HostPlan]) -> Self {
+        let place = place(failure, hosts);
+        Self::of_own(
+            failure,
+            format!("{place} failed first: {}", failure.end),
+            "it",
+        )
+    }
+
+    /// All ranks failed by themselves in the same way as this one.
+    fn of_all(failure: &RankEnd, num_ranks: usize) -> Self {
+        let sentence = format!("all {num_ranks} ranks failed: {}", failure.end);
+        Self::of_own(failure, sentence, "they")
+    }
+
+    fn of_own(failure: &RankEnd, sentence: String, who: &str) -> Self {
+        let hint = (failure.end == End::Killed(9)).then_some(
+            "SIGKILL comes from a user, a batch system or the kernel, which kills when memory runs out: see `dmesg`",
+        );
+        Self {
+            why: with_details(sentence, who, &failure.last_lines, hint),
+            code: failure.end.exit_code(),
+            own: Some(failure.end),
         }
     }
 
-    /// How ranks have ended that failed by themselves.
-    pub(super) fn own_end(&self) -> Option<End> {
-        match self {
-            Self::Rank(failure) | Self::All(failure, _) => Some(failure.end),
-            Self::Peer(_) | Self::Host(_) => None,
-        }
-    }
-
-    /// The sentences about it.
-    pub(super) fn describe(&self, hosts: &[HostPlan]) -> String {
-        let sentence = match self {
-            Self::Rank(failure) => {
-                format!("{} failed first: {}", place(failure, hosts), failure.end)
-            }
-            Self::All(failure, num_ranks) => {
-                format!("all {num_ranks} ranks failed: {}", failure.end)
-            }
-            Self::Peer(failure) => match failure.peer_to_blame() {
-                Some(why) => return format!("{why} (says {})", place(failure, hosts)),
-                None => format!(
-                    "{} ended because another rank failed ({}), but none failed by itself",
-                    place(failure, hosts),
-                    failure.end
-                ),
+    /// Ranks ended because of a peer, and none failed by itself: it is stopped or late, say, or its end came after what they said of it.
+    fn of_peer(failure: &RankEnd, hosts: &[HostPlan]) -> Self {
+        let place = place(failure, hosts);
+        let why = failure.peer_to_blame().map_or_else(
+            || {
+                let end = failure.end;
+                let sentence = format!(
+                    "{place} ended because another rank failed ({end}), but none failed by itself"
+                );
+                let hint = "exit code 85 says that another rank failed, and none has said which one: see what they printed before";
+                with_details(sentence, "it", &failure.last_lines, Some(hint))
             },
-            Self::Host(loss) if loss.is_refusal => {
-                format!("host {}: {}", hosts[loss.host].host, loss.detail)
-            }
-            Self::Host(loss) => describe_loss(&hosts[loss.host], &loss.detail),
-        };
-        let (last_lines, who) = match self {
-            Self::Rank(failure) | Self::Peer(failure) => (&failure.last_lines, "it"),
-            Self::All(failure, _) => (&failure.last_lines, "they"),
-            Self::Host(loss) => (&loss.last_lines, "it"),
-        };
-        let mut lines = vec![sentence];
-        if !last_lines.is_empty() {
-            lines.push(format!("the last lines {who} wrote to stderr:"));
-            lines.extend(last_lines.iter().map(|line| format!("    {line}")));
+            |why| format!("{why} (says {place})"),
+        );
+        Self {
+            why,
+            code: failure.end.exit_code(),
+            own: None,
         }
-        lines.extend(self.hint(hosts).map(|hint| format!("hint: {hint}")));
-        lines.join("\n")
     }
 
-    fn hint(&self, hosts: &[HostPlan]) -> Option<&'static str> {
-        match self {
-            Self::Peer(_) => Some(
-                "exit code 85 says that another rank failed, and none has said which one: see what they printed before",
-            ),
-            Self::Host(loss) if hosts[loss.host].via.is_some() && !loss.is_refusal => Some(
-                "try the same command by hand, with `true` instead of the agent; --dry-run prints it",
-            ),
-            _ if self.own_end() == Some(End::Killed(9)) => Some(
-                "SIGKILL comes from a user, a batch system or the kernel, which kills when memory runs out: see `dmesg`",
-            ),
-            _ => None,
+    /// A host was lost, or cannot start its ranks.
+    pub(super) fn of_host(loss: &HostLoss, hosts: &[HostPlan]) -> Self {
+        let plan = &hosts[loss.host];
+        let sentence = match loss.is_refusal {
+            true => format!("host {}: {}", plan.host, loss.detail),
+            false => describe_loss(plan, &loss.detail),
+        };
+        let hint = (plan.via.is_some() && !loss.is_refusal).then_some(
+            "try the same command by hand, with `true` instead of the agent; --dry-run prints it",
+        );
+        Self {
+            why: with_details(sentence, "it", &loss.last_lines, hint),
+            code: LOST_HOST_EXIT_CODE,
+            own: None,
         }
     }
+}
+
+/// A sentence with what was last written to stderr, and a hint.
+fn with_details(sentence: String, who: &str, last_lines: &[String], hint: Option<&str>) -> String {
+    let mut lines = vec![sentence];
+    if !last_lines.is_empty() {
+        lines.push(format!("the last lines {who} wrote to stderr:"));
+        lines.extend(last_lines.iter().map(|line| format!("    {line}")));
+    }
+    lines.extend(hint.map(|hint| format!("hint: {hint}")));
+    lines.join("\n")
 }
 
 /// `rank 3 (host node1, pid 4711)`
