@@ -96,14 +96,14 @@ pub struct Mailbox {
     config: MailboxConfig,
     inbox: Arc<Inbox>,
     /// By rank; `None` of this one, and of those with which it is not connected.
-    routes: Vec<Option<Route>>,
+    routes: Vec<Option<MailRoute>>,
     /// The rank because of which this one fails, if another one is to blame.
     blamed: OnceLock<Departure>,
     has_left: AtomicBool,
 }
 
 /// How messages get to a rank.
-enum Route {
+enum MailRoute {
     /// It is a thread of this process.
     Thread(Arc<Inbox>),
     Process(Arc<Connection>),
@@ -117,7 +117,7 @@ impl Mailbox {
         let mailbox = |rank: usize| {
             let to = |(to, inbox): (usize, &Arc<Inbox>)| {
                 let is_other = to != rank;
-                is_other.then(|| Route::Thread(inbox.clone()))
+                is_other.then(|| MailRoute::Thread(inbox.clone()))
             };
             Self {
                 rank,
@@ -150,7 +150,7 @@ impl Mailbox {
                     "rank {rank} has no connection to rank {peer}: {error}"
                 ))
             })?;
-            routes.push(connection.map(Route::Process));
+            routes.push(connection.map(MailRoute::Process));
         }
         Ok(Self {
             rank,
@@ -218,7 +218,7 @@ impl Mailbox {
         let limit = self.config.deadline;
         let sent = match (self.inbox.departure(to), route) {
             (Some(_), _) => Err(String::new()),
-            (None, Route::Process(connection)) => {
+            (None, MailRoute::Process(connection)) => {
                 let sent = connection.send(&Frame::Mail(tag, tensors.to_vec()));
                 sent.map_err(|error| {
                     // Whoever reads from it knows why, in a moment.
@@ -226,13 +226,13 @@ impl Mailbox {
                     error.to_string()
                 })
             }
-            (None, Route::Thread(inbox)) if inbox.wait_for_room(self.rank, limit) => {
+            (None, MailRoute::Thread(inbox)) if inbox.wait_for_room(self.rank, limit) => {
                 let tensors = tensors.iter().map(Tensor::detach).collect();
                 let from = self.rank;
                 inbox.put(Mail { from, tag, tensors });
                 Ok(())
             }
-            (None, Route::Thread(_)) => {
+            (None, MailRoute::Thread(_)) => {
                 let secs = limit.as_secs_f64();
                 Err(format!("it has received nothing for {secs} s"))
             }
@@ -308,7 +308,7 @@ impl Mailbox {
         Ok(ProcessGroup::new(Box::new(group)))
     }
 
-    fn route(&self, rank: usize) -> Result<&Route> {
+    fn route(&self, rank: usize) -> Result<&MailRoute> {
         let route = self.routes.get(rank).and_then(Option::as_ref);
         route.ok_or_else(|| {
             Error::Argument(format!(
@@ -345,12 +345,12 @@ impl Mailbox {
         let mut connections = Vec::new();
         for route in self.routes.iter().flatten() {
             match route {
-                Route::Thread(inbox) => inbox.note_departure(Departure {
+                MailRoute::Thread(inbox) => inbox.note_departure(Departure {
                     rank: self.rank,
                     why: why.map(str::to_string),
                     because_of: because_of.cloned().map(Box::new),
                 }),
-                Route::Process(connection) => connections.push(connection),
+                MailRoute::Process(connection) => connections.push(connection),
             }
         }
         // Wakes threads that wait for room, which then know that this rank is gone.

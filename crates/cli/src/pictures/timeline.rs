@@ -12,9 +12,9 @@ use candle_parallel::{Instruction, Plan, Simulation};
 
 use crate::pictures::picture::{Drawing, write_picture};
 use candle_train_run::comma_list;
-use chart::Chart;
+use chart::TimelineChart;
 use style::Category;
-use trace_file::{Event, Rank, TraceFile};
+use trace_file::{Rank, TraceFile, TraceSpan};
 
 /// Draw what every rank did in a step, and for which share of its time
 #[derive(Debug, clap::Args)]
@@ -38,7 +38,7 @@ impl TimelineArgs {
     pub fn run(&self) -> Result<()> {
         let trace = TraceFile::read(&self.trace)?;
         let step = trace.step(self.step)?;
-        write_picture(&Chart::of_step(&trace, step), &self.output)
+        write_picture(&TimelineChart::of_step(&trace, step), &self.output)
     }
 }
 
@@ -55,13 +55,13 @@ pub(crate) fn draw_schedule(
     let end = simulation.makespan;
     let ranks = simulation.ranks.iter().enumerate().map(|(rank, timed)| {
         let stages: Vec<usize> = plan.layout().stages_of(rank).collect();
-        let idle = Event {
+        let idle = TraceSpan {
             start: 0.0,
             end,
             category: Category::Idle,
             unit: None,
         };
-        let passes = timed.iter().map(|timed| Event {
+        let passes = timed.iter().map(|timed| TraceSpan {
             start: timed.start,
             end: timed.end,
             category: match timed.instruction {
@@ -84,7 +84,7 @@ pub(crate) fn draw_schedule(
     let ranks: Vec<Rank> = ranks.collect();
     let title = format!("Schedule {name}");
     let source = micro_batches(plan);
-    Chart::of_schedule(&ranks, end, title, source).write(output)
+    TimelineChart::of_schedule(&ranks, end, title, source).write(output)
 }
 
 /// Such as `8 micro-batches`.

@@ -23,7 +23,7 @@ use crate::{Communicator, Error, Pending, Request};
 const BACKGROUND_BYTES: usize = 256 << 10;
 
 /// A started collective, of which a rank is to get its output.
-struct InFlight {
+struct StartedCollective {
     comm: LocalCommunicator,
     seq: u64,
     call: Call,
@@ -60,7 +60,7 @@ impl LocalCommunicator {
         }
         let dims = call.output_dims(self.rank);
         let expected = || Adopted::expected(dims.iter().product(), xs.dtype(), xs.device());
-        Ok(Pending::from_work(InFlight {
+        Ok(Pending::from_work(StartedCollective {
             comm: self.clone(),
             seq,
             call,
@@ -102,7 +102,7 @@ impl LocalCommunicator {
     }
 }
 
-impl InFlight {
+impl StartedCollective {
     /// Waits until `look` finds the output, or that there is none, at the slot of this operation.
     fn wait_until(
         &self,
@@ -120,7 +120,7 @@ impl InFlight {
     }
 }
 
-impl Work for InFlight {
+impl Work for StartedCollective {
     fn completed(&self) -> Option<Instant> {
         let state = self.comm.world.lock();
         state.slots.get(&(self.comm.group, self.seq))?.finished

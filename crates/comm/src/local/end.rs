@@ -6,7 +6,7 @@ use std::time::Duration;
 use candle_launch::{end_process, print_aside};
 
 use super::World;
-use super::world::State;
+use super::world::WorldState;
 use crate::deadline::Deadline;
 use crate::error::rank_list;
 
@@ -44,7 +44,7 @@ impl World {
         }
     }
 
-    fn warning(&self, state: &State, running: &[usize], waited: Duration) -> String {
+    fn warning(&self, state: &WorldState, running: &[usize], waited: Duration) -> String {
         let failure = state.first_failure();
         let failure = failure.lines().next().unwrap_or_default();
         format!(
@@ -54,7 +54,7 @@ impl World {
         )
     }
 
-    fn last_words(&self, state: &State, running: &[usize]) -> String {
+    fn last_words(&self, state: &WorldState, running: &[usize]) -> String {
         format!(
             "error: {} did not end within {} s after another rank had failed, so the process ends; the last operation of each:\n{}\n{}\n",
             rank_list(running),

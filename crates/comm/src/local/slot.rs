@@ -31,7 +31,7 @@ pub(super) struct Deposit {
 /// The outputs of an operation, by group rank; `None` for one that is in its place.
 pub(super) type Outputs = Vec<Option<GivenAway>>;
 
-enum Phase {
+enum SlotPhase {
     /// By group rank; some have not arrived.
     Gathering(Vec<Option<Deposit>>),
     /// All have arrived; somebody is computing the outputs.
@@ -44,7 +44,7 @@ enum Phase {
 pub(super) struct Slot {
     /// World ranks, by group rank.
     members: Arc<[usize]>,
-    phase: Phase,
+    phase: SlotPhase,
     /// Ranks that want nothing more from this slot.
     released: Vec<bool>,
     /// When the outputs came.
@@ -54,7 +54,7 @@ pub(super) struct Slot {
 impl Slot {
     pub fn new(members: Arc<[usize]>) -> Self {
         Self {
-            phase: Phase::Gathering(members.iter().map(|_| None).collect()),
+            phase: SlotPhase::Gathering(members.iter().map(|_| None).collect()),
             released: vec![false; members.len()],
             finished: None,
             members,
@@ -64,7 +64,7 @@ impl Slot {
     /// Adds a rank's deposit. Two calls that differ fail the slot at once. The last rank to
     /// arrive gets all deposits, in rank order, and must call [`finish`](Self::finish).
     pub fn arrive(&mut self, rank: usize, deposit: Deposit) -> Option<Vec<Deposit>> {
-        let Phase::Gathering(deposits) = &mut self.phase else {
+        let SlotPhase::Gathering(deposits) = &mut self.phase else {
             return None;
         };
         let mut others = self.members.iter().zip(&*deposits);
@@ -76,7 +76,7 @@ impl Slot {
             let mut pair = [other, (self.members[rank], deposit.call.to_string())];
             pair.sort();
             let [first, second] = pair;
-            self.phase = Phase::Failed(Error::Mismatch {
+            self.phase = SlotPhase::Failed(Error::Mismatch {
                 group: group_name(&self.members),
                 seq: deposit.call.seq.unwrap_or_default(),
                 first,
@@ -89,13 +89,13 @@ impl Slot {
             return None;
         }
         let all = std::mem::take(deposits).into_iter().flatten().collect();
-        self.phase = Phase::Working;
+        self.phase = SlotPhase::Working;
         Some(all)
     }
 
     /// World ranks that have not arrived.
     pub fn missing(&self) -> Vec<usize> {
-        let Phase::Gathering(deposits) = &self.phase else {
+        let SlotPhase::Gathering(deposits) = &self.phase else {
             return Vec::new();
         };
         let missing = self.members.iter().zip(deposits);
@@ -105,7 +105,7 @@ impl Slot {
 
     /// Whether two ranks called different operations, or the work failed.
     pub fn has_failed(&self) -> bool {
-        matches!(self.phase, Phase::Failed(_))
+        matches!(self.phase, SlotPhase::Failed(_))
     }
 
     /// Sets the outputs, or the error that all ranks get.
@@ -116,19 +116,19 @@ impl Slot {
                 let unwanted = outputs.iter_mut().zip(&self.released);
                 let unwanted = unwanted.filter(|(_, released)| **released);
                 unwanted.for_each(|(output, _)| *output = None);
-                Phase::Done(outputs)
+                SlotPhase::Done(outputs)
             }
-            Err(error) => Phase::Failed(error),
+            Err(error) => SlotPhase::Failed(error),
         };
     }
 
     /// Takes a rank's output, if the operation is over: `None` if it is in its place.
     pub fn take(&mut self, rank: usize) -> Result<Polled<Option<GivenAway>>, Error> {
         let found = match &mut self.phase {
-            Phase::Gathering(_) => return Ok(Polled::Missing(self.missing())),
-            Phase::Working => return Ok(Polled::Missing(Vec::new())),
-            Phase::Done(outputs) => Ok(Polled::Ready(outputs[rank].take())),
-            Phase::Failed(error) => Err(error.clone()),
+            SlotPhase::Gathering(_) => return Ok(Polled::Missing(self.missing())),
+            SlotPhase::Working => return Ok(Polled::Missing(Vec::new())),
+            SlotPhase::Done(outputs) => Ok(Polled::Ready(outputs[rank].take())),
+            SlotPhase::Failed(error) => Err(error.clone()),
         };
         self.released[rank] = true;
         found
@@ -137,7 +137,7 @@ impl Slot {
     /// Gives up a rank's output, which it gets if it is there, as soon as nobody reads its input any more. While other ranks are
     /// missing a copy replaces the input; without memory for that it is still to be read.
     pub fn give_up(&mut self, rank: usize) -> Result<Polled<Option<GivenAway>>, Error> {
-        if let Phase::Gathering(deposits) = &mut self.phase
+        if let SlotPhase::Gathering(deposits) = &mut self.phase
             && let Some(deposit) = &mut deposits[rank]
             && let Ok(copy) = copy(&deposit.input, deposit.input.device())
         {
@@ -157,6 +157,6 @@ impl Slot {
     /// Whether nobody wants anything more from this slot.
     pub fn is_over(&self) -> bool {
         self.released.iter().all(|released| *released)
-            && matches!(self.phase, Phase::Done(_) | Phase::Failed(_))
+            && matches!(self.phase, SlotPhase::Done(_) | SlotPhase::Failed(_))
     }
 }

@@ -30,7 +30,7 @@ pub(crate) struct World {
     devices: Vec<Device>,
     /// Beside that of all ranks.
     num_groups: AtomicI64,
-    state: Mutex<State>,
+    state: Mutex<WorldState>,
     wake: Vec<Condvar>,
     /// Wakes who waits for the ends of ranks.
     pub(super) ended: Condvar,
@@ -39,7 +39,7 @@ pub(crate) struct World {
     jobs: OnceLock<Option<ThreadPool>>,
 }
 
-pub(super) struct State {
+pub(super) struct WorldState {
     /// The first rank that failed.
     failure: Option<Failure>,
     ranks: Vec<RankState>,
@@ -76,7 +76,7 @@ struct RankState {
     num_delays: u64,
 }
 
-impl State {
+impl WorldState {
     /// What `look` finds at a collective, which is forgotten when none of the ranks wants anything more from it.
     pub fn look_at<T>(&mut self, id: SlotId, look: impl FnOnce(&mut Slot) -> T) -> Option<T> {
         let slot = self.slots.get_mut(&id)?;
@@ -198,7 +198,7 @@ impl World {
     pub(crate) fn new(config: &LocalConfig) -> candle_core::Result<Arc<Self>> {
         let devices = config.device_of_each()?;
         let ranks = 0..config.world_size;
-        let state = State {
+        let state = WorldState {
             failure: None,
             ranks: ranks.clone().map(|_| RankState::default()).collect(),
             slots: HashMap::new(),
@@ -253,7 +253,7 @@ impl World {
     }
 
     /// The bookkeeping. No code panics while it holds the lock, so a poisoned lock still guards a sound state.
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, WorldState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -285,7 +285,7 @@ impl World {
         self.end(rank, state);
     }
 
-    fn end(&self, rank: usize, mut state: MutexGuard<'_, State>) {
+    fn end(&self, rank: usize, mut state: MutexGuard<'_, WorldState>) {
         state.ranks[rank].ended = true;
         // When all ranks end, most find nobody asleep: a wake of all by each would be as many calls as there are pairs of ranks.
         let waiting = (0..state.ranks.len()).filter(|rank| state.ranks[*rank].num_waiting > 0);
@@ -321,7 +321,7 @@ impl World {
         rank: usize,
         call: &Call,
         slot: Option<SlotId>,
-        mut poll: impl FnMut(&mut State) -> Result<Polled<T>, Error>,
+        mut poll: impl FnMut(&mut WorldState) -> Result<Polled<T>, Error>,
     ) -> Result<T, Error> {
         let mut deadline = Deadline::new(self.deadline);
         let mut state = self.lock();
@@ -371,7 +371,7 @@ impl World {
     /// An error if there is nothing to wait for any more.
     fn check_waiting(
         &self,
-        state: &State,
+        state: &WorldState,
         (waiting, call): (usize, &Call),
         missing: &[usize],
         deadline: &Deadline,

@@ -11,9 +11,9 @@ use candle_core::{DType, Device, Shape, Tensor};
 use super::Result;
 use super::buffer::Buffer;
 use super::context::Context;
-use super::group::{self, Group};
+use super::group::{self, MpiGroup};
 use super::header::{self, Header, INLINE_BYTES};
-use super::in_flight::InFlight;
+use super::in_flight::MpiInFlight;
 use super::transfer::{Transfer, poll_all};
 use crate::Error;
 use crate::memory::bytes;
@@ -64,12 +64,12 @@ struct Receive {
     head: Option<Transfer<Buffer>>,
     data: Option<Transfer<Buffer>>,
     /// Nothing if it was never asked for, or is something else.
-    asked: Option<Asked>,
+    asked: Option<AskedMessage>,
 }
 
 /// A message as a rank has asked for it: which one of those that it asked for together.
-struct Asked {
-    in_flight: Arc<InFlight>,
+struct AskedMessage {
+    in_flight: Arc<MpiInFlight>,
     index: usize,
     shape: Shape,
     dtype: DType,
@@ -80,8 +80,8 @@ impl Channels {
     pub fn start(
         &mut self,
         ctx: &Context,
-        group: &Group,
-        in_flight: Arc<InFlight>,
+        group: &MpiGroup,
+        in_flight: Arc<MpiInFlight>,
         sends: Vec<Outgoing>,
     ) -> Result<()> {
         let call = &in_flight.call;
@@ -93,7 +93,7 @@ impl Channels {
             .map(|(.., from)| group.members[from]);
         in_flight.await_messages(sources.collect());
         for (index, (shape, dtype, from)) in call.operation.receives().enumerate() {
-            let asked = Asked {
+            let asked = AskedMessage {
                 in_flight: in_flight.clone(),
                 index,
                 shape: shape.clone(),
@@ -119,9 +119,9 @@ impl Channels {
     fn receive(
         &mut self,
         ctx: &Context,
-        group: &Group,
+        group: &MpiGroup,
         from: usize,
-        asked: Option<Asked>,
+        asked: Option<AskedMessage>,
     ) -> Result<()> {
         let room = Buffer::zeros(header::MAX_BYTES);
         let head = Transfer::receive(&ctx.mpi, group, from, group::MESSAGE_HEAD, room)?;
@@ -135,7 +135,7 @@ impl Channels {
     }
 
     /// Moves what can move; returns whether something did.
-    pub fn poll(&mut self, ctx: &Context, group: &Group) -> Result<bool> {
+    pub fn poll(&mut self, ctx: &Context, group: &MpiGroup) -> Result<bool> {
         let mut moved = poll_all(&ctx.mpi, &mut self.sends)?;
         for (from, queue) in &mut self.receives {
             for receive in queue.iter_mut() {
@@ -155,7 +155,7 @@ impl Channels {
     }
 
     /// Starts to receive the messages that have come and that nobody asked for; returns how many.
-    pub fn take_in(&mut self, ctx: &Context, group: &Group) -> Result<u64> {
+    pub fn take_in(&mut self, ctx: &Context, group: &MpiGroup) -> Result<u64> {
         let mut num_messages = 0;
         while let Some(sender) = ctx.mpi.probe(group.own_tag(group::MESSAGE_HEAD))?
             && let Some(from) = group.members.iter().position(|rank| *rank == sender)
@@ -178,7 +178,7 @@ impl Channels {
     pub fn fail_those_that_need(
         &mut self,
         ctx: &Context,
-        group: &Group,
+        group: &MpiGroup,
         left: usize,
         error: &dyn Fn(&str) -> Error,
     ) {
@@ -199,7 +199,7 @@ impl Channels {
 }
 
 impl Receive {
-    fn poll(&mut self, ctx: &Context, group: &Group, from: usize) -> Result<bool> {
+    fn poll(&mut self, ctx: &Context, group: &MpiGroup, from: usize) -> Result<bool> {
         let mut moved = false;
         if let Some(head) = &mut self.head {
             if !head.poll(&ctx.mpi)? {
@@ -233,7 +233,7 @@ impl Receive {
     }
 
     /// Takes in the head of the message.
-    fn open(&mut self, ctx: &Context, group: &Group, from: usize, head: &Header) -> Result<()> {
+    fn open(&mut self, ctx: &Context, group: &MpiGroup, from: usize, head: &Header) -> Result<()> {
         fn zeros<T: Element>(len: usize) -> Result<Buffer> {
             Ok(Buffer::new(T::zeros(len)))
         }
@@ -290,7 +290,7 @@ impl Receive {
     }
 }
 
-impl Asked {
+impl AskedMessage {
     fn kind(&self) -> String {
         kind(self.dtype, &self.shape)
     }

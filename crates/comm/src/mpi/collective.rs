@@ -6,9 +6,9 @@ use candle_core::{DType, Shape, Tensor};
 
 use super::Result;
 use super::context::Context;
-use super::group::Group;
+use super::group::MpiGroup;
 use super::header::{Header, INLINE_BYTES};
-use super::in_flight::InFlight;
+use super::in_flight::MpiInFlight;
 use super::meeting::Meeting;
 use super::movement::Movement;
 use super::route::Route;
@@ -20,11 +20,11 @@ use crate::reduction::plan::Plan;
 /// A collective. With few bytes each rank sends its whole input with its first message, and all compute their own output; else the
 /// data move as the [`Route`] says.
 pub(super) struct Collective {
-    in_flight: Arc<InFlight>,
+    in_flight: Arc<MpiInFlight>,
     /// Of the input of each rank, or of all together.
     shape: Shape,
     dtype: DType,
-    group: Arc<Group>,
+    group: Arc<MpiGroup>,
     /// Its number in the group.
     pub seq: u64,
     meeting: Meeting,
@@ -42,10 +42,10 @@ impl Collective {
     /// Sends this rank's first message; `seq` is the operation's number in its group.
     pub fn begin(
         ctx: &Context,
-        (group, seq): (Arc<Group>, u64),
-        in_flight: Arc<InFlight>,
+        (group, seq): (Arc<MpiGroup>, u64),
+        in_flight: Arc<MpiInFlight>,
     ) -> Result<Self> {
-        fn input<T: Element>(in_flight: &InFlight, len: usize) -> Result<Vec<u8>> {
+        fn input<T: Element>(in_flight: &MpiInFlight, len: usize) -> Result<Vec<u8>> {
             in_flight.read(0, len, |xs: &[T]| bytes::of(xs).to_vec())
         }
         // It takes one tensor.
@@ -157,7 +157,7 @@ fn is_small(shape: &Shape, dtype: DType) -> bool {
 
 /// The output of rank `rank`, from all inputs.
 fn output<T: Element>(
-    in_flight: &InFlight,
+    in_flight: &MpiInFlight,
     shape: &Shape,
     rank: usize,
     data: &[Vec<u8>],

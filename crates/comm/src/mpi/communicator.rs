@@ -9,8 +9,8 @@ use candle_core::{Device, Result, Tensor};
 use super::channels::Outgoing;
 use super::context::Shared;
 use super::engine::Job;
-use super::group::Group;
-use super::in_flight::{InFlight, Tensors};
+use super::group::MpiGroup;
+use super::in_flight::{MpiInFlight, Tensors};
 use crate::reduction::element;
 use crate::{Communicator, Error, Message, Operation, Pending, Request};
 
@@ -18,7 +18,7 @@ use crate::{Communicator, Error, Message, Operation, Pending, Request};
 pub(super) struct MpiCommunicator {
     pub shared: Arc<Shared>,
     pub jobs: Sender<Job>,
-    pub group: Arc<Group>,
+    pub group: Arc<MpiGroup>,
 }
 
 impl MpiCommunicator {
@@ -64,7 +64,7 @@ impl Communicator for MpiCommunicator {
                 (tensors, Vec::new())
             }
         };
-        let in_flight = InFlight::new(self.shared.clone(), call, tensors);
+        let in_flight = MpiInFlight::new(self.shared.clone(), call, tensors);
         self.send(Job::Start(self.group.clone(), in_flight.clone(), sends))?;
         Ok(match operation.only_sends() {
             true => Pending::ready(Vec::new()),

@@ -8,8 +8,8 @@ use super::Result;
 use super::channels::{Channels, Outgoing};
 use super::collective::Collective;
 use super::context::Context;
-use super::group::{self, Group};
-use super::in_flight::InFlight;
+use super::group::{self, MpiGroup};
+use super::in_flight::MpiInFlight;
 use super::pause::Pause;
 use super::shutdown::Shutdown;
 use crate::deadline::Deadline;
@@ -21,9 +21,9 @@ const NUM_MOVING: usize = 4;
 /// What the rank asks MPI's thread for.
 pub(super) enum Job {
     /// Opens a group. The other ranks do the same, whenever they do.
-    Open(Arc<Group>),
+    Open(Arc<MpiGroup>),
     /// Starts an operation of a group, with the messages that it sends.
-    Start(Arc<Group>, Arc<InFlight>, Vec<Outgoing>),
+    Start(Arc<MpiGroup>, Arc<MpiInFlight>, Vec<Outgoing>),
     /// Ends MPI with all ranks.
     End,
     /// Ends all ranks now.
@@ -51,7 +51,7 @@ pub(super) struct Engine<'a> {
 
 /// The operations of a group.
 struct Operations {
-    group: Arc<Group>,
+    group: Arc<MpiGroup>,
     /// Those on their way, in their order.
     collectives: Vec<Collective>,
     messages: Channels,
@@ -60,7 +60,7 @@ struct Operations {
 }
 
 impl<'a> Engine<'a> {
-    pub fn new(ctx: &'a Context, world: Arc<Group>, jobs: Receiver<Job>) -> Result<Self> {
+    pub fn new(ctx: &'a Context, world: Arc<MpiGroup>, jobs: Receiver<Job>) -> Result<Self> {
         let shutdown = Shutdown::new(ctx, world.clone())?;
         let mut engine = Self {
             ctx,
@@ -103,7 +103,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    fn group(&mut self, group: Arc<Group>) -> &mut Operations {
+    fn group(&mut self, group: Arc<MpiGroup>) -> &mut Operations {
         let new = || Operations {
             group: group.clone(),
             collectives: Vec::new(),
@@ -113,7 +113,7 @@ impl<'a> Engine<'a> {
         self.groups.entry(group.number).or_insert_with(new)
     }
 
-    fn start(&mut self, group: Arc<Group>, in_flight: &Arc<InFlight>, sends: Vec<Outgoing>) {
+    fn start(&mut self, group: Arc<MpiGroup>, in_flight: &Arc<MpiInFlight>, sends: Vec<Outgoing>) {
         let ctx = self.ctx;
         let started = match &self.broken {
             None => self.group(group).start(ctx, in_flight.clone(), sends),
@@ -223,7 +223,7 @@ impl Operations {
     fn start(
         &mut self,
         ctx: &Context,
-        in_flight: Arc<InFlight>,
+        in_flight: Arc<MpiInFlight>,
         sends: Vec<Outgoing>,
     ) -> Result<()> {
         if let Operation::Messages { .. } = &in_flight.call.operation {

@@ -84,7 +84,7 @@ impl Hosts {
 }
 
 /// A group that this rank is in.
-pub(super) struct Group {
+pub(super) struct MpiGroup {
     /// Its number at this rank; that of the world is 0.
     pub number: usize,
     /// This rank in it.
@@ -96,7 +96,7 @@ pub(super) struct Group {
     pub hosts: Hosts,
 }
 
-impl Group {
+impl MpiGroup {
     /// The world, whose ranks lie on these hosts.
     pub fn world(rank: usize, host_of: &[usize]) -> Self {
         Self {
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn tags_are_those_of_the_receiver() {
-        let world = Group::world(2, &[0; 8]);
+        let world = MpiGroup::world(2, &[0; 8]);
         // The least that MPI allows.
         let shared = Shared::new((2, 8), Duration::ZERO, 32767);
         let part = |numbers: [i64; 2]| world.part(&[7, 2], &numbers, &shared);

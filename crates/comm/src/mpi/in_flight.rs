@@ -16,7 +16,7 @@ use crate::operation::pending::Work;
 use crate::reduction::element::{self, Element, with_element};
 
 /// A started operation, shared by who waits for it and who does it.
-pub(super) struct InFlight {
+pub(super) struct MpiInFlight {
     pub shared: Arc<Shared>,
     /// What this rank called, where.
     pub call: Call,
@@ -48,7 +48,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl InFlight {
+impl MpiInFlight {
     /// An operation that this rank has called.
     pub fn new(shared: Arc<Shared>, call: Call, tensors: Tensors) -> Arc<Self> {
         Arc::new(Self {
@@ -181,19 +181,19 @@ impl InFlight {
     }
 }
 
-impl Work for Arc<InFlight> {
+impl Work for Arc<MpiInFlight> {
     fn completed(&self) -> Option<Instant> {
         lock(&self.state).completed
     }
 
     fn wait(self: Box<Self>) -> candle_core::Result<Vec<Tensor>> {
-        Ok(InFlight::wait(&self)?)
+        Ok(MpiInFlight::wait(&self)?)
     }
 
     fn abandon(self: Box<Self>) {
         // Without memory for a copy, the end of the operation.
         if !(**self).release_tensors()
-            && let Err(error) = InFlight::wait(&self)
+            && let Err(error) = MpiInFlight::wait(&self)
         {
             tracing::warn!("an operation whose result was dropped failed: {error}");
         }

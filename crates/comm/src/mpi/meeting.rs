@@ -8,14 +8,14 @@ use std::sync::Arc;
 use super::Result;
 use super::buffer::Buffer;
 use super::context::Context;
-use super::group::{Group, Kind, tag};
+use super::group::{Kind, MpiGroup, tag};
 use super::header::{self, Header};
 use super::transfer::{Transfer, poll_all};
 use crate::Error;
 
 /// The first messages of an operation.
 pub(super) struct Meeting {
-    group: Arc<Group>,
+    group: Arc<MpiGroup>,
     seq: u64,
     /// By group rank; this rank's own is there from the start.
     said: Vec<Option<Header>>,
@@ -25,7 +25,7 @@ pub(super) struct Meeting {
 
 impl Meeting {
     /// Sends `own` to the others.
-    pub fn begin(ctx: &Context, group: Arc<Group>, seq: u64, own: Header) -> Result<Self> {
+    pub fn begin(ctx: &Context, group: Arc<MpiGroup>, seq: u64, own: Header) -> Result<Self> {
         let (message, tag) = (Arc::new(Buffer::new(own.encode())), tag(seq, Kind::Header));
         let mut receives: Vec<_> = group.members.iter().map(|_| None).collect();
         let mut sends = Vec::with_capacity(receives.len());

@@ -16,14 +16,14 @@ use super::Result;
 use super::buffer::{Buffer, Pool};
 use super::context::Context;
 use super::group::{Kind, tag};
-use super::in_flight::InFlight;
+use super::in_flight::MpiInFlight;
 use super::route::{Route, WINDOW_BYTES};
 use super::step::{Gives, Lane, Source, Step};
 use super::transfer::Transfer;
 use crate::Error;
 use crate::memory::bytes;
 use crate::reduction::element::{Element, with_element};
-use crate::reduction::pairwise::{Term, Values, reduce, reduce_blocks};
+use crate::reduction::pairwise::{Term, TermValues, reduce, reduce_blocks};
 
 /// Chunks under way at once: contributions to one rank, and those that are gathered here.
 const NUM_GATHERED: usize = 3;
@@ -37,7 +37,7 @@ const MOST_WINDOWS: usize = 4;
 
 /// The data of a collective on their way.
 pub(super) struct Movement {
-    in_flight: Arc<InFlight>,
+    in_flight: Arc<MpiInFlight>,
     seq: u64,
     dtype: DType,
     route: Route,
@@ -68,7 +68,12 @@ struct UnderWay {
 
 impl Movement {
     /// The movement of operation `seq`.
-    pub fn new(mut route: Route, dtype: DType, seq: u64, in_flight: Arc<InFlight>) -> Result<Self> {
+    pub fn new(
+        mut route: Route,
+        dtype: DType,
+        seq: u64,
+        in_flight: Arc<MpiInFlight>,
+    ) -> Result<Self> {
         fn zeros<T: Element>(len: usize) -> Result<Buffer> {
             Ok(Buffer::new(T::zeros(len)))
         }
@@ -299,7 +304,7 @@ impl UnderWay {
 
 /// Combines the input of `in_flight` with what has come, [pairwise](crate::reduction::pairwise).
 fn combine<T: Element>(
-    in_flight: &InFlight,
+    in_flight: &MpiInFlight,
     route: &Route,
     step: &Step,
     received: &[(Source, Buffer)],
@@ -318,7 +323,7 @@ fn combine<T: Element>(
             let blocks = group.hosts.blocks[host].iter().zip(blocks);
             terms.extend(blocks.map(|(ranks, values)| Term {
                 ranks: ranks.clone(),
-                values: Values::Combined(values),
+                values: TermValues::Combined(values),
             }));
         }
         terms.sort_by_key(|term| term.ranks.start);

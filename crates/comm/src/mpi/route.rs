@@ -39,7 +39,7 @@ use std::sync::Arc;
 
 use candle_core::Shape;
 
-use super::group::{Group, Kind};
+use super::group::{Kind, MpiGroup};
 use super::step::{Gives, Lane, Source, Step};
 use crate::reduction::plan::{Piece, Plan};
 use crate::{Operation, ReduceOp};
@@ -53,7 +53,7 @@ pub(super) const WINDOW_BYTES: usize = 32 << 20;
 /// What one rank does for a collective.
 pub(super) struct Route {
     pub op: ReduceOp,
-    pub group: Arc<Group>,
+    pub group: Arc<MpiGroup>,
     /// Bytes of an element, and how many times as many where values are accumulated.
     sizes: (usize, usize),
     /// In the order in which they are begun. They fill the output without gaps.
@@ -74,7 +74,7 @@ impl Route {
     pub fn new(
         operation: &Operation,
         shape: &Shape,
-        group: Arc<Group>,
+        group: Arc<MpiGroup>,
         sizes: (usize, usize),
     ) -> Self {
         let world_size = group.members.len();
@@ -308,7 +308,7 @@ mod tests {
         sizes: (usize, usize),
     ) -> Vec<Route> {
         let route = |rank| {
-            let group = Arc::new(Group::world(rank, hosts));
+            let group = Arc::new(MpiGroup::world(rank, hosts));
             Route::new(operation, shape, group, sizes)
         };
         (0..hosts.len()).map(route).collect()
@@ -428,7 +428,7 @@ mod tests {
                 let n = num_hosts * r;
                 let host_of = |rank: usize| if cyclic { rank % num_hosts } else { rank / r };
                 let hosts: Vec<usize> = (0..n).map(host_of).collect();
-                let group = Arc::new(Group::world(3, &hosts));
+                let group = Arc::new(MpiGroup::world(3, &hosts));
                 for (element_bytes, widening) in [(4, 1), (2, 2)] {
                     let sum = Operation::AllReduce(ReduceOp::Sum);
                     let shape = Shape::from(64 << 20);
@@ -449,7 +449,7 @@ mod tests {
         let hosts: Vec<usize> = (0..4096).map(|rank| rank / 64).collect();
         for operation in &OPERATIONS {
             let shape = Shape::from((4096, 16));
-            let group = Arc::new(Group::world(77, &hosts));
+            let group = Arc::new(MpiGroup::world(77, &hosts));
             let route = Route::new(operation, &shape, group, (4, 1));
             let num_steps = route.steps.len();
             assert!(num_steps < 4 * 4096, "{operation}: {num_steps}");

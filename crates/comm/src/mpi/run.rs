@@ -18,7 +18,7 @@ use super::engine::{End, Engine, Job};
 use super::environment::{
     cores_id, idle_cores, num_online_cores, said_world_size, threads_per_rank,
 };
-use super::group::Group;
+use super::group::MpiGroup;
 use super::sys::{Mpi, size};
 use crate::cores::{catch_panic, keep_candle_from_threads, num_cores, panic_message, pool_of_rank};
 use crate::launch::words_of_failed;
@@ -135,7 +135,7 @@ fn say_failed(rank: usize, message: &str) {
 }
 
 /// Initialises MPI and looks around.
-fn begin(config: &MpiConfig) -> Result<(Context, Arc<Group>, usize)> {
+fn begin(config: &MpiConfig) -> Result<(Context, Arc<MpiGroup>, usize)> {
     let wait = SpokenWait::begin(
         WaitNotices::default(),
         &format!("process {}", std::process::id()),
@@ -183,14 +183,14 @@ fn begin(config: &MpiConfig) -> Result<(Context, Arc<Group>, usize)> {
     {
         tracing::warn!("{warning}");
     }
-    let world = Group::world(world_rank, &host_of);
+    let world = MpiGroup::world(world_rank, &host_of);
     let shared = Shared::new((world_rank, world_size), config.deadline, mpi.max_tag()?);
     let shared = Arc::new(shared);
     Ok((Context { mpi, shared }, Arc::new(world), threads))
 }
 
 /// Does the work of MPI's thread, and ends MPI; with it all ranks, if this one fails.
-fn run_engine((ctx, exit_code): (Context, &AtomicU8), world: Arc<Group>, jobs: Receiver<Job>) {
+fn run_engine((ctx, exit_code): (Context, &AtomicU8), world: Arc<MpiGroup>, jobs: Receiver<Job>) {
     let rank = ctx.shared.world_rank;
     let work = || Engine::new(&ctx, world, jobs)?.run();
     match catch_unwind(AssertUnwindSafe(work)) {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::Result;
 use super::buffer::Buffer;
 use super::context::Context;
-use super::group::{self, Group};
+use super::group::{self, MpiGroup};
 use super::transfer::{Transfer, poll_all};
 use crate::Error;
 use crate::error::rank_list;
@@ -19,7 +19,7 @@ const REPORT_EVERY: Duration = Duration::from_millis(100);
 
 /// Who has said goodbye, and to whom.
 pub(super) struct Shutdown {
-    world: Arc<Group>,
+    world: Arc<MpiGroup>,
     /// By world rank; none from this rank itself.
     receives: Vec<Option<Transfer<Buffer>>>,
     sends: Vec<Transfer<Arc<Buffer>>>,
@@ -29,7 +29,7 @@ pub(super) struct Shutdown {
 }
 
 impl Shutdown {
-    pub fn new(ctx: &Context, world: Arc<Group>) -> Result<Self> {
+    pub fn new(ctx: &Context, world: Arc<MpiGroup>) -> Result<Self> {
         let mut receives: Vec<_> = world.members.iter().map(|_| None).collect();
         for rank in world.others() {
             let goodbye = Buffer::zeros(1);

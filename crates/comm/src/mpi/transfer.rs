@@ -9,7 +9,7 @@ use mpi::ffi;
 
 use super::Result;
 use super::buffer::Buffer;
-use super::group::Group;
+use super::group::MpiGroup;
 use super::sys::{Mpi, check};
 
 /// What one call moves at most: MPI counts to 2^31 only.
@@ -94,7 +94,7 @@ impl Transfer<Arc<Buffer>> {
     /// Starts to send `buffer` to rank `to` of a group.
     pub fn send(
         mpi: &Mpi,
-        group: &Group,
+        group: &MpiGroup,
         to: usize,
         tag: c_int,
         buffer: Arc<Buffer>,
@@ -117,7 +117,7 @@ impl Transfer<Buffer> {
     /// Starts to receive from rank `from` of a group into `buffer`: at most as many bytes as it has.
     pub fn receive(
         mpi: &Mpi,
-        group: &Group,
+        group: &MpiGroup,
         from: usize,
         tag: c_int,
         mut buffer: Buffer,

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::group::{Group, wait_settled};
-use super::in_flight::{Held, InFlight};
+use super::group::{NcclGroup, wait_settled};
+use super::in_flight::{Held, NcclInFlight};
 use super::reduction::Reduction;
 use super::run::new_stream;
 use super::session::Session;
-use super::transfer::{Motion, Transfer, enqueue};
+use super::transfer::{Motion, NcclTransfer, enqueue};
 use crate::memory::device::{empty, unwritten};
 use crate::process_group::single::Single;
 use crate::reduction::element;
@@ -21,28 +21,28 @@ use crate::{Communicator, Error, HalfSums, Message, Operation, Pending, ReduceOp
 /// When the last group of a rank is dropped, their operations are completed and NCCL's communicators freed, within the deadline.
 pub struct NcclCommunicator {
     pub(super) session: Arc<Session>,
-    pub(super) group: Arc<Group>,
+    pub(super) group: Arc<NcclGroup>,
     pub(super) device: Device,
     pub(super) half_sums: HalfSums,
 }
 
 impl NcclCommunicator {
     /// A step from one tensor to another.
-    fn transfer(&self, motion: Motion, from: &Tensor, to: &Tensor) -> Result<Transfer> {
-        Transfer::new(motion, from, to, &self.session.run.compute)
+    fn transfer(&self, motion: Motion, from: &Tensor, to: &Tensor) -> Result<NcclTransfer> {
+        NcclTransfer::new(motion, from, to, &self.session.run.compute)
     }
 
     /// Starts transfers, all under way together.
     fn launch(
         &self,
-        transfers: &[Transfer],
+        transfers: &[NcclTransfer],
         request: &mut Request<'_>,
     ) -> Result<Pending<Vec<Tensor>>> {
         let (session, group) = (&self.session, &self.group);
         let run = &session.run;
         let call = &request.call;
         run.check(call)?;
-        let tensors = transfers.iter().flat_map(Transfer::tensors).collect();
+        let tensors = transfers.iter().flat_map(NcclTransfer::tensors).collect();
         let held = Held::new(tensors, &run.compute, &group.stream)?;
         let launched = {
             let state = group.lock();
@@ -57,7 +57,7 @@ impl NcclCommunicator {
             let rank = run.rank;
             return Err(Error::Backend(format!("{call} failed on rank {rank}: {error}")).into());
         }
-        let in_flight = InFlight::new((session, group), request, held)?;
+        let in_flight = NcclInFlight::new((session, group), request, held)?;
         Ok(Pending::from_work(in_flight))
     }
 
@@ -114,7 +114,12 @@ impl NcclCommunicator {
     }
 
     /// What NCCL does for a collective from `xs` to `ys`.
-    fn transfers(&self, operation: &Operation, xs: &Tensor, ys: &Tensor) -> Result<Vec<Transfer>> {
+    fn transfers(
+        &self,
+        operation: &Operation,
+        xs: &Tensor,
+        ys: &Tensor,
+    ) -> Result<Vec<NcclTransfer>> {
         let motion = match operation {
             Operation::AllReduce(op) => Motion::AllReduce(*op),
             Operation::ReduceScatter(op) => Motion::ReduceScatter(*op),
@@ -149,7 +154,7 @@ impl NcclCommunicator {
         (of_root, whole): (fn(usize) -> Motion, &Tensor),
         (of_rank, own): (fn(usize) -> Motion, &Tensor),
         (root, sizes): (usize, &[usize]),
-    ) -> Result<Vec<Transfer>> {
+    ) -> Result<Vec<NcclTransfer>> {
         let mut transfers = Vec::new();
         let mut first = 0;
         for (peer, size) in sizes.iter().enumerate() {

@@ -19,23 +19,23 @@ const QUICK_POLLS: u32 = 200;
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
 /// One rank's end of one of NCCL's communicators, and the stream on which its operations run.
-pub(super) struct Group {
+pub(super) struct NcclGroup {
     /// World ranks, by group rank.
     pub members: Arc<[usize]>,
     /// This rank in the group.
     pub rank: usize,
     pub stream: Arc<CudaStream>,
-    state: Mutex<State>,
+    state: Mutex<GroupState>,
 }
 
-pub(super) struct State {
+pub(super) struct GroupState {
     /// None once the group was freed.
     handle: Option<Handle>,
     /// A split of it that the run's failure has interrupted.
     interrupted: Option<sys::Split>,
 }
 
-impl Group {
+impl NcclGroup {
     /// The group of all ranks: returns when all are there.
     pub fn world(
         (rank, world_size): (usize, usize),
@@ -50,7 +50,7 @@ impl Group {
     }
 
     fn new(members: Arc<[usize]>, rank: usize, stream: Arc<CudaStream>, handle: Handle) -> Self {
-        let state = State {
+        let state = GroupState {
             handle: Some(handle),
             interrupted: None,
         };
@@ -63,7 +63,7 @@ impl Group {
     }
 
     /// Its state, for one thread at a time.
-    pub fn lock(&self) -> MutexGuard<'_, State> {
+    pub fn lock(&self) -> MutexGuard<'_, GroupState> {
         // No code panics while it holds the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -152,7 +152,7 @@ impl Group {
     }
 }
 
-impl State {
+impl GroupState {
     /// NCCL's handle; an error once the group was freed.
     pub fn handle(&self) -> Result<Handle> {
         self.handle.ok_or_else(|| {

@@ -15,9 +15,9 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream};
 use candle_core::{Result, Tensor};
 
-use super::group::Group;
+use super::group::NcclGroup;
 use super::session::Session;
-use super::watcher::{REPORT, UnderWay};
+use super::watcher::{REPORT, WatchedOperation};
 use crate::deadline::Deadline;
 use crate::operation::pending::Work;
 use crate::{Operation, Request};
@@ -79,17 +79,17 @@ impl Drop for Held {
 }
 
 /// An operation that is on its group's stream.
-pub(super) struct InFlight {
+pub(super) struct NcclInFlight {
     session: Arc<Session>,
     call: String,
     held: Held,
     is_barrier: bool,
 }
 
-impl InFlight {
+impl NcclInFlight {
     /// What has just been put on the group's stream.
     pub fn new(
-        (session, group): (&Arc<Session>, &Arc<Group>),
+        (session, group): (&Arc<Session>, &Arc<NcclGroup>),
         request: &mut Request<'_>,
         (mut held, ready): (Held, CudaEvent),
     ) -> Result<Self> {
@@ -100,7 +100,7 @@ impl InFlight {
             ticket.queued();
         }
         let report = ticket.as_ref().map_or(Duration::ZERO, |_| REPORT);
-        session.watch(UnderWay {
+        session.watch(WatchedOperation {
             call: call.clone(),
             group: group.clone(),
             ready: Some(ready),
@@ -131,7 +131,7 @@ fn wait_on_host(done: &CudaEvent) -> Result<()> {
     Ok(())
 }
 
-impl Work for InFlight {
+impl Work for NcclInFlight {
     fn wait(mut self: Box<Self>) -> Result<Vec<Tensor>> {
         let run = self.session.run.clone();
         run.compute.context().bind_to_thread().w()?;

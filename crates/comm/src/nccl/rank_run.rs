@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 
-use super::group::Group;
+use super::group::NcclGroup;
 use crate::Error;
 
 type Result<T> = std::result::Result<T, Error>;
@@ -27,7 +27,7 @@ struct RunState {
     /// How the run has failed, if it has.
     failure: Option<Error>,
     /// In the order in which they came to be; none after a failure, which has aborted them.
-    groups: Vec<Arc<Group>>,
+    groups: Vec<Arc<NcclGroup>>,
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -90,7 +90,7 @@ impl RankRun {
     ///
     /// # Errors
     /// The failure of the run: then it is aborted as the other groups.
-    pub fn add(&self, group: Group) -> Result<Arc<Group>> {
+    pub fn add(&self, group: NcclGroup) -> Result<Arc<NcclGroup>> {
         let group = Arc::new(group);
         let mut state = lock(&self.state);
         if let Some(failure) = &state.failure {

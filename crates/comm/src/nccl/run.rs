@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::result::stream::get_priority_rang
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaStream};
 use candle_core::{Device, Result};
 
-use super::group::Group;
+use super::group::NcclGroup;
 use super::rank_run::RankRun;
 use super::session::Session;
 use super::{NcclCommunicator, NcclConfig, sys};
@@ -101,7 +101,7 @@ impl NcclCommunicator {
         compute.context().bind_to_thread().w()?;
         let session = Arc::new(Session::start(rank, config.deadline, compute)?);
         let stream = new_stream(&session.run)?;
-        let group = Group::world((rank, world_size), id, stream, &session.run);
+        let group = NcclGroup::world((rank, world_size), id, stream, &session.run);
         let group = group.and_then(|group| session.run.add(group));
         let group = group.map_err(|error| {
             let device = device::name(&config.device);

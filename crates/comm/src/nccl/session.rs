@@ -8,7 +8,7 @@ use std::time::Duration;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 
 use super::rank_run::{RankRun, lock};
-use super::watcher::{self, UnderWay};
+use super::watcher::{self, WatchedOperation};
 use crate::Error;
 
 type Result<T> = std::result::Result<T, Error>;
@@ -16,7 +16,7 @@ type Result<T> = std::result::Result<T, Error>;
 /// A run with its watcher. Its end ends the run: groups are completed and freed; after a failure, or in a panic, aborted.
 pub(super) struct Session {
     pub run: Arc<RankRun>,
-    watcher: Mutex<Option<(Sender<UnderWay>, JoinHandle<()>)>>,
+    watcher: Mutex<Option<(Sender<WatchedOperation>, JoinHandle<()>)>>,
 }
 
 impl Session {
@@ -32,7 +32,7 @@ impl Session {
     }
 
     /// Hands an operation to the watcher.
-    pub fn watch(&self, operation: UnderWay) {
+    pub fn watch(&self, operation: WatchedOperation) {
         if let Some((watcher, _)) = &*lock(&self.watcher) {
             // The watcher ends after the session only.
             drop(watcher.send(operation));

@@ -29,7 +29,7 @@ pub(super) type UniqueId = [u8; 128];
 #[derive(Clone, Copy)]
 pub(super) struct Handle(pub(super) sys::ncclComm_t);
 
-// SAFETY: any thread may use a communicator as long as only one does at a time. `Group` keeps it under a lock.
+// SAFETY: any thread may use a communicator as long as only one does at a time. `NcclGroup` keeps it under a lock.
 unsafe impl Send for Handle {}
 
 /// A number as NCCL has it.
@@ -167,7 +167,7 @@ pub(super) fn finalize(comm: Handle) -> Result<()> {
 
 /// Frees a finalized group, whose handle must not be used any more.
 pub(super) fn destroy(comm: Handle) -> Result<()> {
-    // SAFETY: the handle is alive; `Group` has taken it out, so nobody uses it again.
+    // SAFETY: the handle is alive; `NcclGroup` has taken it out, so nobody uses it again.
     accepted("freeing a group", unsafe { sys::ncclCommDestroy(comm.0) })
 }
 

@@ -25,7 +25,7 @@ pub(super) enum Motion {
 }
 
 /// A step of an operation, between contiguous tensors of the group's GPU that have elements. A send and a receive have one.
-pub(super) struct Transfer {
+pub(super) struct NcclTransfer {
     motion: Motion,
     from: Memory,
     to: Memory,
@@ -39,7 +39,7 @@ struct Memory {
     data_type: DataType,
 }
 
-impl Transfer {
+impl NcclTransfer {
     /// A step between tensors that belong to the stream `compute`.
     pub fn new(motion: Motion, from: &Tensor, to: &Tensor, compute: &CudaStream) -> Result<Self> {
         Ok(Self {
@@ -115,7 +115,7 @@ impl Transfer {
 /// The addresses are of the group's GPU, and hold values for all the operations read and write, which nobody frees, or
 /// writes to, until the stream is complete.
 pub(super) unsafe fn enqueue(
-    steps: &[Transfer],
+    steps: &[NcclTransfer],
     comm: Handle,
     stream: &CudaStream,
 ) -> std::result::Result<(), Error> {

@@ -9,7 +9,7 @@ use candle_core::Tensor;
 use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use candle_launch::Ticket;
 
-use super::group::Group;
+use super::group::NcclGroup;
 use super::rank_run::RankRun;
 use crate::Error;
 use crate::deadline::Deadline;
@@ -21,10 +21,10 @@ const TICK: Duration = Duration::from_millis(10);
 pub(super) const REPORT: Duration = Duration::from_secs(5);
 
 /// An operation that is under way on the GPU.
-pub(super) struct UnderWay {
+pub(super) struct WatchedOperation {
     /// What was called, where, in which group.
     pub call: String,
-    pub group: Arc<Group>,
+    pub group: Arc<NcclGroup>,
     /// The event recorded after what makes its inputs; none once the GPU has reached it.
     pub ready: Option<CudaEvent>,
     /// The event recorded after the operation.
@@ -38,7 +38,9 @@ pub(super) struct UnderWay {
 }
 
 /// Starts the watcher of a run, which ends when the sender is dropped and nothing is under way.
-pub(super) fn start(run: Arc<RankRun>) -> std::io::Result<(Sender<UnderWay>, JoinHandle<()>)> {
+pub(super) fn start(
+    run: Arc<RankRun>,
+) -> std::io::Result<(Sender<WatchedOperation>, JoinHandle<()>)> {
     let (sender, receiver) = channel();
     let thread = Builder::new()
         .name(format!("nccl-{}", run.rank))
@@ -52,8 +54,8 @@ pub(super) fn start(run: Arc<RankRun>) -> std::io::Result<(Sender<UnderWay>, Joi
     Ok((sender, thread))
 }
 
-fn watch(run: &RankRun, started: &Receiver<UnderWay>) {
-    let mut under_way: Vec<UnderWay> = Vec::new();
+fn watch(run: &RankRun, started: &Receiver<WatchedOperation>) {
+    let mut under_way: Vec<WatchedOperation> = Vec::new();
     loop {
         if under_way.is_empty() {
             let Ok(operation) = started.recv() else {
@@ -73,7 +75,7 @@ fn watch(run: &RankRun, started: &Receiver<UnderWay>) {
     }
 }
 
-impl UnderWay {
+impl WatchedOperation {
     /// Whether it is complete; tells the control plane how far it is. `is_first`: no earlier one of its group is under way, behind
     /// which it would wait.
     fn poll(&mut self, slept: Duration, is_first: bool) -> Result<bool, Error> {
@@ -97,9 +99,13 @@ impl UnderWay {
 }
 
 /// Forgets what is complete; an error if something has failed or lasts too long.
-fn poll(run: &RankRun, under_way: &mut Vec<UnderWay>, slept: Duration) -> Result<(), Error> {
+fn poll(
+    run: &RankRun,
+    under_way: &mut Vec<WatchedOperation>,
+    slept: Duration,
+) -> Result<(), Error> {
     let mut failure = run.failure();
-    let mut groups: Vec<Arc<Group>> = Vec::new();
+    let mut groups: Vec<Arc<NcclGroup>> = Vec::new();
     under_way.retain_mut(|operation| {
         let is_first = !groups
             .iter()

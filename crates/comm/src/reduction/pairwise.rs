@@ -18,7 +18,7 @@ const BLOCK: usize = 2048;
 pub(crate) struct Term<'a, T: Element> {
     /// Aligned, as above.
     pub ranks: Range<usize>,
-    pub values: Values<'a, T>,
+    pub values: TermValues<'a, T>,
 }
 
 impl<'a, T: Element> Term<'a, T> {
@@ -26,21 +26,21 @@ impl<'a, T: Element> Term<'a, T> {
     pub fn input(rank: usize, values: &'a [T]) -> Self {
         Self {
             ranks: rank..rank + 1,
-            values: Values::Input(values),
+            values: TermValues::Input(values),
         }
     }
 }
 
 /// Values to be combined.
 #[derive(Clone, Copy)]
-pub(crate) enum Values<'a, T: Element> {
+pub(crate) enum TermValues<'a, T: Element> {
     /// The input of one rank.
     Input(&'a [T]),
     /// Several inputs, combined.
     Combined(&'a [T::Acc]),
 }
 
-impl<T: Element> Values<'_, T> {
+impl<T: Element> TermValues<'_, T> {
     fn part(&self, range: Range<usize>) -> Self {
         match self {
             Self::Input(values) => Self::Input(&values[range]),
@@ -101,8 +101,8 @@ pub(crate) fn reduce<T: Element>(
     for_each_block(op, terms, world_size, len, |range, _, values| {
         let place = &mut destination[range.clone()];
         match values {
-            Values::Input(values) => place.copy_from_slice(values),
-            Values::Combined(values) => {
+            TermValues::Input(values) => place.copy_from_slice(values),
+            TermValues::Combined(values) => {
                 let pairs = place.iter_mut().zip(values);
                 match op {
                     ReduceOp::Avg => {
@@ -146,7 +146,7 @@ fn for_each_block<T: Element>(
     terms: &[Term<'_, T>],
     world_size: usize,
     len: usize,
-    take: impl FnMut(Range<usize>, usize, Values<'_, T>),
+    take: impl FnMut(Range<usize>, usize, TermValues<'_, T>),
 ) {
     match op {
         ReduceOp::Sum | ReduceOp::Avg => combine_with(T::plus, terms, world_size, len, take),
@@ -162,13 +162,13 @@ fn combine_with<T: Element>(
     terms: &[Term<'_, T>],
     world_size: usize,
     len: usize,
-    mut take: impl FnMut(Range<usize>, usize, Values<'_, T>),
+    mut take: impl FnMut(Range<usize>, usize, TermValues<'_, T>),
 ) {
     let block = BLOCK.min(len);
     // One for each place on the stack.
     let mut accs: Vec<Vec<T::Acc>> = Vec::new();
     // Blocks that wait for their other half: their ranks, and their values unless these are in the accumulator.
-    let mut stack: Vec<(Range<usize>, Option<Values<'_, T>>)> = Vec::new();
+    let mut stack: Vec<(Range<usize>, Option<TermValues<'_, T>>)> = Vec::new();
     for start in (0..len).step_by(BLOCK) {
         let range = start..len.min(start + BLOCK);
         for term in terms {
@@ -181,7 +181,7 @@ fn combine_with<T: Element>(
                     accs.push(T::Acc::zeros(block));
                 }
                 let (acc, others) = accs.split_at_mut(place + 1);
-                let right_acc = Values::Combined(&others[0][..range.len()]);
+                let right_acc = TermValues::Combined(&others[0][..range.len()]);
                 let right_values = right.1.unwrap_or(right_acc);
                 let acc = &mut acc[place][..range.len()];
                 combine_into::<T>(combine, acc, left.1, right_values);
@@ -191,7 +191,7 @@ fn combine_with<T: Element>(
             }
         }
         for (index, (_, values)) in stack.drain(..).enumerate() {
-            let combined = || Values::Combined(&accs[index][..range.len()]);
+            let combined = || TermValues::Combined(&accs[index][..range.len()]);
             let values = values.unwrap_or_else(combined);
             take(range.clone(), index, values);
         }
@@ -203,10 +203,10 @@ fn combine_with<T: Element>(
 fn combine_into<T: Element>(
     combine: impl Fn(T::Acc, T::Acc) -> T::Acc,
     acc: &mut [T::Acc],
-    left: Option<Values<'_, T>>,
-    right: Values<'_, T>,
+    left: Option<TermValues<'_, T>>,
+    right: TermValues<'_, T>,
 ) {
-    if let (Some(Values::Input(left)), Values::Input(right)) = (left, right) {
+    if let (Some(TermValues::Input(left)), TermValues::Input(right)) = (left, right) {
         let inputs = left.iter().zip(right);
         let pairs = acc.iter_mut().zip(inputs);
         pairs.for_each(|(acc, (x, y))| *acc = combine(x.widen(), y.widen()));
@@ -216,11 +216,11 @@ fn combine_into<T: Element>(
         left.widen_into(acc);
     }
     match right {
-        Values::Input(right) => {
+        TermValues::Input(right) => {
             let pairs = acc.iter_mut().zip(right);
             pairs.for_each(|(acc, x)| *acc = combine(*acc, x.widen()));
         }
-        Values::Combined(right) => {
+        TermValues::Combined(right) => {
             let pairs = acc.iter_mut().zip(right);
             pairs.for_each(|(acc, x)| *acc = combine(*acc, *x));
         }
@@ -337,7 +337,7 @@ mod tests {
                         let parts = blocks.iter().zip(results.chunks(len));
                         terms.extend(parts.map(|(ranks, values)| Term {
                             ranks: ranks.clone(),
-                            values: Values::Combined(values),
+                            values: TermValues::Combined(values),
                         }));
                     }
                     terms.sort_by_key(|term| term.ranks.start);

@@ -13,7 +13,7 @@ use super::Operation;
 pub(super) struct Activity {
     pub step: Option<(u64, String)>,
     /// Operations in flight, in the order in which they began.
-    open: Vec<Open>,
+    open: Vec<OpenOperation>,
     /// By group id: how many of its numbered operations have begun.
     begun: BTreeMap<String, u64>,
     /// The operation that began last, once it has ended, and when it did.
@@ -25,16 +25,16 @@ pub(super) struct Activity {
     has_threads: bool,
 }
 
-struct Open {
+struct OpenOperation {
     id: u64,
     operation: Operation,
     begun: Duration,
-    state: State,
+    state: OperationState,
 }
 
 /// How the rank goes on while an operation is in flight.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum OperationState {
     /// Since then the rank cannot go on before the operation is complete.
     Blocked(Duration),
     /// Since then its GPU cannot; the rank may go on.
@@ -57,11 +57,11 @@ impl Activity {
         if let Some(seq) = operation.seq {
             *begun = (*begun).max(seq + 1);
         }
-        self.open.push(Open {
+        self.open.push(OpenOperation {
             id,
             operation,
             begun: now,
-            state: State::Blocked(now),
+            state: OperationState::Blocked(now),
         });
         (id, is_new)
     }
@@ -72,8 +72,8 @@ impl Activity {
         self.has_threads |= *self.thread.get_or_insert(thread) != thread;
     }
 
-    pub(super) fn set(&mut self, id: u64, state: State) {
-        if matches!(state, State::Blocked(_)) {
+    pub(super) fn set(&mut self, id: u64, state: OperationState) {
+        if matches!(state, OperationState::Blocked(_)) {
             self.note_thread();
         }
         if let Some(open) = self.open.iter_mut().find(|open| open.id == id) {
@@ -94,8 +94,10 @@ impl Activity {
     /// What to tell the other ranks.
     pub(super) fn snapshot(&self, now: Duration) -> Snapshot {
         let blocked = self.open.iter().filter_map(|open| match open.state {
-            State::Blocked(since) | State::GpuBlocked(since) => Some((open, since)),
-            State::Queued | State::Started => None,
+            OperationState::Blocked(since) | OperationState::GpuBlocked(since) => {
+                Some((open, since))
+            }
+            OperationState::Queued | OperationState::Started => None,
         });
         let blocked = blocked.min_by_key(|(_, since)| *since);
         let newest = (self.open.last()).filter(|open| open.id + 1 == self.next_id);
@@ -107,7 +109,7 @@ impl Activity {
             }
             (None, Some(open), _) => {
                 let (called, state) = match open.state {
-                    State::Queued => ("called", "ago, its GPU has not come to it"),
+                    OperationState::Queued => ("called", "ago, its GPU has not come to it"),
                     _ => ("started", "ago, not waited for yet"),
                 };
                 let called = format!("{called} {}", open.operation);
@@ -140,7 +142,7 @@ impl Activity {
                 group: open.operation.group.id.clone(),
                 seq: open.operation.seq,
                 secs: secs(since),
-                is_all: !self.has_threads && matches!(open.state, State::Blocked(_)),
+                is_all: !self.has_threads && matches!(open.state, OperationState::Blocked(_)),
             }),
             groups: self.progress(),
         }
@@ -155,7 +157,7 @@ impl Activity {
             let first = |is_queued: bool| {
                 let open = of_group
                     .clone()
-                    .filter(|open| !is_queued || open.state == State::Queued);
+                    .filter(|open| !is_queued || open.state == OperationState::Queued);
                 let first = open.filter_map(|open| open.operation.seq).min();
                 first.unwrap_or(*begun)
             };

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
-use super::activity::State;
+use super::activity::OperationState;
 use super::link::Link;
 
 /// A group of ranks with an id that all its members call it by and no other group has.
@@ -82,26 +82,26 @@ impl Ticket {
 
     /// The operation is started and the rank goes on.
     pub fn started(&self) {
-        self.set(|_| State::Started);
+        self.set(|_| OperationState::Started);
     }
 
     /// The operation is on a GPU, behind what that has to do first, and the rank goes on. [`gpu_waits`](Self::gpu_waits) when the
     /// GPU has come to it.
     pub fn queued(&self) {
-        self.set(|_| State::Queued);
+        self.set(|_| OperationState::Queued);
     }
 
     /// The rank is blocked until the operation ends.
     pub fn waits(&self) {
-        self.set(State::Blocked);
+        self.set(OperationState::Blocked);
     }
 
     /// The rank's GPU is blocked until the operation ends; the rank may go on.
     pub fn gpu_waits(&self) {
-        self.set(State::GpuBlocked);
+        self.set(OperationState::GpuBlocked);
     }
 
-    fn set(&self, state: impl FnOnce(Duration) -> State) {
+    fn set(&self, state: impl FnOnce(Duration) -> OperationState) {
         self.link
             .update(|activity, now| activity.set(self.id, state(now)));
     }

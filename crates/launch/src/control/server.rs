@@ -1,7 +1,7 @@
 //! Rank 0's server: it lets the ranks in, answers them, and watches them.
 //!
 //! One thread per connection reads, another writes from a queue without bound, so that a slow rank stalls nobody. What they read are
-//! events of a [`Run`], which has no connections and no threads of its own.
+//! events of a [`ServedRun`], which has no connections and no threads of its own.
 
 mod admission;
 mod exchange;
@@ -22,7 +22,7 @@ use super::message::{FromRank, Hello};
 use super::wire::{self, Limits, Outbox, Timed};
 use super::{ControlConfig, spawn};
 use crate::Secret;
-use run::Run;
+use run::ServedRun;
 pub(super) use run::rank_list;
 pub(super) use strangers::{Serving, Strangers};
 
@@ -47,7 +47,7 @@ impl Server {
         let hub = Arc::new(Hub {
             secret: config.secret.clone(),
             clock: RunClock::new(config.rank_timeout),
-            run: Mutex::new(Run::new(config)),
+            run: Mutex::new(ServedRun::new(config)),
             changed: Condvar::new(),
         });
         allow_connections(config.world_size, FILES_OF_RANK)?;
@@ -111,7 +111,7 @@ struct Admitted {
 struct Hub {
     secret: Secret,
     clock: RunClock,
-    run: Mutex<Run>,
+    run: Mutex<ServedRun>,
     changed: Condvar,
 }
 
@@ -155,17 +155,17 @@ impl Hub {
 
     fn tick(&self) -> Option<Duration> {
         self.clock.tick();
-        self.event(Run::tick)
+        self.event(ServedRun::tick)
     }
 
-    fn event<T>(&self, happen: impl FnOnce(&mut Run, Duration) -> T) -> T {
+    fn event<T>(&self, happen: impl FnOnce(&mut ServedRun, Duration) -> T) -> T {
         let now = self.clock.now();
         let outcome = happen(&mut self.lock(), now);
         self.changed.notify_all();
         outcome
     }
 
-    fn lock(&self) -> MutexGuard<'_, Run> {
+    fn lock(&self) -> MutexGuard<'_, ServedRun> {
         self.run.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -34,7 +34,7 @@ const PLAN_DEADLINE: Duration = Duration::from_secs(60);
 const OUTPUT_INTERVAL: Duration = Duration::from_millis(10);
 
 /// What the agent's main thread hears from its others.
-enum Event {
+enum AgentEvent {
     Command(Command),
     FrontGone,
     /// The front cannot be understood any more, for this reason.
@@ -57,7 +57,7 @@ pub fn run_agent(front: Option<&str>) -> ExitCode {
     }
     let (sender, events) = mpsc::channel();
     let on_signal = sender.clone();
-    let watched = signals::watch(move |_| drop(on_signal.send(Event::FrontGone)));
+    let watched = signals::watch(move |_| drop(on_signal.send(AgentEvent::FrontGone)));
     // Errors of its stdout mean that the front is gone, and the end of stdin says that too.
     let _ = writeln!(stdout(), "{GREETING}");
     let (reports, posted) = mpsc::channel();
@@ -81,7 +81,11 @@ fn call_front(front: &str) -> std::io::Result<()> {
     Ok(dup2_stdout(&stream)?)
 }
 
-fn run(sender: Sender<Event>, events: &Receiver<Event>, reports: &Sender<Report>) -> Result<()> {
+fn run(
+    sender: Sender<AgentEvent>,
+    events: &Receiver<AgentEvent>,
+    reports: &Sender<Report>,
+) -> Result<()> {
     process_tree::adopt_orphans()?;
     read_commands(sender.clone());
     let Some(Command::Plan(plan)) = next_command(events, PLAN_DEADLINE)? else {
@@ -110,13 +114,13 @@ fn run(sender: Sender<Event>, events: &Receiver<Event>, reports: &Sender<Report>
 }
 
 /// The front's next command; `None` if it is gone, or says nothing for so long.
-fn next_command(events: &Receiver<Event>, silence: Duration) -> Result<Option<Command>> {
+fn next_command(events: &Receiver<AgentEvent>, silence: Duration) -> Result<Option<Command>> {
     loop {
         match events.recv_timeout(silence) {
             // Other hosts take their time.
-            Ok(Event::Command(Command::Alive)) => {}
-            Ok(Event::Command(command)) => return Ok(Some(command)),
-            Ok(Event::Unknown(why)) => return Err(Error::Launch(why)),
+            Ok(AgentEvent::Command(Command::Alive)) => {}
+            Ok(AgentEvent::Command(command)) => return Ok(Some(command)),
+            Ok(AgentEvent::Unknown(why)) => return Err(Error::Launch(why)),
             _ => return Ok(None),
         }
     }
@@ -134,21 +138,23 @@ fn check(plan: &HostPlan) -> Result<()> {
     program::find(&plan.program, folder).map(drop)
 }
 
-fn read_commands(events: Sender<Event>) {
+fn read_commands(events: Sender<AgentEvent>) {
     thread::start(move || {
         let mut input = BufReader::new(stdin());
         loop {
             let event = match wire::receive(&mut input) {
-                Ok(Some((command, _))) => Event::Command(command),
-                Ok(None) => Event::FrontGone,
-                Err(error) if error.kind() == ErrorKind::InvalidData => Event::Unknown(format!(
-                    "its agent does not understand the launcher: {error}\nhint: a run needs the same candle-train on all hosts"
-                )),
+                Ok(Some((command, _))) => AgentEvent::Command(command),
+                Ok(None) => AgentEvent::FrontGone,
+                Err(error) if error.kind() == ErrorKind::InvalidData => {
+                    AgentEvent::Unknown(format!(
+                        "its agent does not understand the launcher: {error}\nhint: a run needs the same candle-train on all hosts"
+                    ))
+                }
                 Err(error) => {
-                    Event::Unknown(format!("its agent cannot hear the launcher: {error}"))
+                    AgentEvent::Unknown(format!("its agent cannot hear the launcher: {error}"))
                 }
             };
-            let is_last = !matches!(event, Event::Command(_));
+            let is_last = !matches!(event, AgentEvent::Command(_));
             if events.send(event).is_err() || is_last {
                 return;
             }
@@ -157,13 +163,13 @@ fn read_commands(events: Sender<Event>) {
 }
 
 /// Collects the ends of all children, among them the orphans that this subreaper inherits.
-fn wait_for_children(events: Sender<Event>) {
+fn wait_for_children(events: Sender<AgentEvent>) {
     thread::start(move || {
         loop {
             let sent = match waitpid(None, None) {
-                Ok(status) => events.send(Event::Ended(status)),
+                Ok(status) => events.send(AgentEvent::Ended(status)),
                 Err(Errno::EINTR) => continue,
-                Err(_) => return drop(events.send(Event::NobodyLeft)),
+                Err(_) => return drop(events.send(AgentEvent::NobodyLeft)),
             };
             if sent.is_err() {
                 return;
@@ -181,24 +187,24 @@ struct Agent<'a> {
 }
 
 impl Agent<'_> {
-    fn run(mut self, events: &Receiver<Event>) {
+    fn run(mut self, events: &Receiver<AgentEvent>) {
         let silence = self.plan.silence_ms.map(Duration::from_millis);
         let mut front_heard_at = Instant::now();
         let mut nobody_left = false;
         loop {
             let mut front_gone = false;
             match events.recv_timeout(self.next_wait()) {
-                Ok(Event::Command(command)) => {
+                Ok(AgentEvent::Command(command)) => {
                     front_heard_at = Instant::now();
                     self.obey(command);
                 }
-                Ok(Event::FrontGone) => front_gone = true,
-                Ok(Event::Unknown(why)) => {
+                Ok(AgentEvent::FrontGone) => front_gone = true,
+                Ok(AgentEvent::Unknown(why)) => {
                     let _ = self.reports.send(Report::Refused(why));
                     front_gone = true;
                 }
-                Ok(Event::Ended(status)) => self.note_end(status),
-                Ok(Event::NobodyLeft) => nobody_left = true,
+                Ok(AgentEvent::Ended(status)) => self.note_end(status),
+                Ok(AgentEvent::NobodyLeft) => nobody_left = true,
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }

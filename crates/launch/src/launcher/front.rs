@@ -34,14 +34,14 @@ use door::Door;
 use labelled_output::{LabelledOutput, RankOutputs};
 use process::Process;
 use restarts::Restarts;
-use run::Run;
+use run::RunningRanks;
 use verdict::{HostLoss, RankEnd};
 
 /// The exit code where nothing was started.
 const NOT_STARTED_EXIT_CODE: u8 = 2;
 
 /// What the front's main thread hears.
-enum Event {
+enum FrontEvent {
     Signal(Signal),
     Report(usize, Report),
     Ended(RankEnd),
@@ -98,7 +98,7 @@ fn try_launch(config: &LaunchConfig) -> Result<Outcome> {
     }
     let (sender, events) = mpsc::channel();
     let on_signal = sender.clone();
-    signals::watch(move |signal| drop(on_signal.send(Event::Signal(signal))))?;
+    signals::watch(move |signal| drop(on_signal.send(FrontEvent::Signal(signal))))?;
     // What an agent that is killed leaves behind becomes ours.
     process_tree::adopt_orphans()?;
     let door = place.and_then(|place| {
@@ -120,8 +120,8 @@ fn try_launch(config: &LaunchConfig) -> Result<Outcome> {
 /// The launcher that starts ranks.
 struct Front<'a> {
     config: &'a LaunchConfig,
-    sender: Sender<Event>,
-    events: Receiver<Event>,
+    sender: Sender<FrontEvent>,
+    events: Receiver<FrontEvent>,
     /// Where agents and hosts call, if any are to.
     door: Option<Arc<Door>>,
     restarts: Restarts,
@@ -163,7 +163,7 @@ impl Front<'_> {
         let outputs = open_outputs(&layout, self.config.log_dir.as_deref())?;
         let mpi = layout.mpi.as_ref().map(|mpi| self.start_mpi(mpi));
         let mpi = mpi.transpose()?;
-        let run = Run::start(&layout, outputs, mpi, &self.sender)?;
+        let run = RunningRanks::start(&layout, outputs, mpi, &self.sender)?;
         Ok(run.drive(&self.events, || self.restarts.change()))
     }
 
@@ -184,7 +184,7 @@ impl Front<'_> {
         let (pid, events) = (process.pid(), self.sender.clone());
         thread::start(move || {
             let how = format!("{name} has ended ({})", process.end(None).0);
-            let _ = events.send(Event::MpiEnded(pid, how));
+            let _ = events.send(FrontEvent::MpiEnded(pid, how));
         });
         Ok(pid)
     }

@@ -24,7 +24,7 @@ const HEIGHT: i32 = 1000;
 const TEXT: i32 = 15;
 
 /// A step, of a trace or simulated.
-pub(super) struct Chart<'a> {
+pub(super) struct TimelineChart<'a> {
     ranks: &'a [Rank],
     /// What is drawn, and from where it is.
     title: String,
@@ -76,7 +76,7 @@ fn percent(share: f64) -> String {
     format!("{:.1}%", 100.0 * share.max(0.0))
 }
 
-impl<'a> Chart<'a> {
+impl<'a> TimelineChart<'a> {
     /// The step `step` of a trace, which every rank has.
     pub fn of_step(trace: &'a TraceFile, step: usize) -> Self {
         let (start, end) = trace.window(step);
@@ -303,7 +303,7 @@ impl<'a> Chart<'a> {
     }
 }
 
-impl Drawing for Chart<'_> {
+impl Drawing for TimelineChart<'_> {
     fn size(&self) -> (u32, u32) {
         let width = LEFT + WIDTH + COLUMN * self.columns.len() as i32 + 24;
         let height = TOP + self.row_height * self.num_ranks() + BELOW;

@@ -3,7 +3,7 @@
 use candle_parallel::Unit;
 
 use super::style::Category;
-use super::trace_file::{Event, Rank};
+use super::trace_file::{Rank, TraceSpan};
 
 /// What a rank did from `start` to `end`: what the innermost event says.
 #[derive(Clone, Debug, PartialEq)]
@@ -16,14 +16,14 @@ pub(super) struct Segment {
 }
 
 /// The segments of events that lie within each other or apart, from `start` to `end`.
-pub(super) fn segments(events: &[Event], (start, end): (f64, f64)) -> Vec<Segment> {
-    let mut events: Vec<&Event> = events.iter().collect();
+pub(super) fn segments(events: &[TraceSpan], (start, end): (f64, f64)) -> Vec<Segment> {
+    let mut events: Vec<&TraceSpan> = events.iter().collect();
     // What lies within another one comes after it.
     events.sort_by(|a, b| a.start.total_cmp(&b.start).then(b.end.total_cmp(&a.end)));
-    let mut open: Vec<&Event> = Vec::new();
+    let mut open: Vec<&TraceSpan> = Vec::new();
     let mut segments = Vec::new();
     let mut reached = f64::NEG_INFINITY;
-    let mut add = |event: &Event, from: f64, to: f64| {
+    let mut add = |event: &TraceSpan, from: f64, to: f64| {
         let (from, to) = (from.max(start), to.min(end));
         if to > from {
             segments.push(Segment {
@@ -135,8 +135,8 @@ pub(super) fn overlap(
 mod tests {
     use super::*;
 
-    fn event(category: Category, start: f64, end: f64) -> Event {
-        Event {
+    fn event(category: Category, start: f64, end: f64) -> TraceSpan {
+        TraceSpan {
             start,
             end,
             category,

@@ -25,14 +25,14 @@ pub(super) struct Rank {
     /// Start and end of each step, in milliseconds, which are not the same.
     pub steps: BTreeMap<usize, (f64, f64)>,
     /// All but operations in flight; they lie within each other or apart.
-    pub computing: Vec<Event>,
+    pub computing: Vec<TraceSpan>,
     /// Start and end of operations in flight.
     pub in_flight: Vec<(f64, f64)>,
 }
 
 /// A span of time, in milliseconds.
 #[derive(Clone, Debug)]
-pub(super) struct Event {
+pub(super) struct TraceSpan {
     pub start: f64,
     pub end: f64,
     pub category: Category,
@@ -184,7 +184,7 @@ impl Rank {
         if let (Category::Step, Some(step), true) = (category, record.args.step, end > start) {
             self.steps.insert(step, (start, end));
         }
-        self.computing.push(Event {
+        self.computing.push(TraceSpan {
             start,
             end,
             category,

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use super::run::{Peer, Run, rank_list};
+use super::run::{Peer, ServedRun, rank_list};
 use crate::control::SAME_WORDS;
 use crate::control::activity::Snapshot;
 use crate::control::message::{Hello, ToRank};
 use crate::control::wire::{self, Outbox};
 
-impl Run {
+impl ServedRun {
     /// Lets a rank, which knows the secret, in, or tells it why not. The reason ends the run for all, as it could never start, but for a
     /// process too many: that alone is refused. The number of its connection, if it is in.
     pub fn admit(

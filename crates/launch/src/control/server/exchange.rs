@@ -14,15 +14,15 @@ pub(super) struct Reply {
 
 /// What has been asked and not answered yet: gathers by their key, checks by the group's id and their number in it.
 #[derive(Default)]
-pub(super) struct Exchange(HashMap<(String, Option<u64>), Open>);
+pub(super) struct Exchange(HashMap<(String, Option<u64>), OpenQuestion>);
 
-struct Open {
+struct OpenQuestion {
     members: Vec<usize>,
     /// By world rank.
-    asked: BTreeMap<usize, Asked>,
+    asked: BTreeMap<usize, RankQuestion>,
 }
 
-struct Asked {
+struct RankQuestion {
     id: u64,
     /// What is gathered.
     body: Vec<u8>,
@@ -50,11 +50,11 @@ impl Exchange {
                 site,
             } => ((group.id, Some(seq)), group.members, (call, site)),
         };
-        let open = self.0.entry(key.clone()).or_insert_with(|| Open {
+        let open = self.0.entry(key.clone()).or_insert_with(|| OpenQuestion {
             members,
             asked: BTreeMap::new(),
         });
-        open.asked.insert(rank, Asked { id, body, call });
+        open.asked.insert(rank, RankQuestion { id, body, call });
         if open.asked.len() < open.members.len() {
             return None;
         }
@@ -67,13 +67,13 @@ impl Exchange {
 
     /// Answers the questions that need a rank of `left`, none of which will ask again.
     pub fn without(&mut self, left: &[usize], report: &str) -> Vec<Reply> {
-        let is_needed = |open: &Open, rank: &usize| {
+        let is_needed = |open: &OpenQuestion, rank: &usize| {
             open.members.contains(rank) && !open.asked.contains_key(rank)
         };
         let hopeless = self
             .0
             .extract_if(|_, open| left.iter().any(|rank| is_needed(open, rank)));
-        let reply = |(_, open): (_, Open)| {
+        let reply = |(_, open): (_, OpenQuestion)| {
             let rank = *left.iter().find(|rank| is_needed(&open, rank))?;
             let report = report.to_string();
             let verdict = Verdict::Left { rank, report };
@@ -83,7 +83,7 @@ impl Exchange {
     }
 }
 
-impl Open {
+impl OpenQuestion {
     fn reply(&self, answer: Answer, body: Vec<u8>) -> Reply {
         let to = self.asked.iter().map(|(rank, asked)| (*rank, asked.id));
         let to = to.collect();

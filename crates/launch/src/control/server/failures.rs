@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use super::run::{Peer, Run, rank_list};
+use super::run::{Peer, ServedRun, rank_list};
 use crate::control::activity::{BlockedIn, GroupProgress};
 use crate::control::failure::{DIED_HINT, SILENT_HINT, died, silent};
 use crate::control::message::ToRank;
@@ -17,7 +17,7 @@ const HOLD: Duration = Duration::from_millis(500);
 /// bring what they wait for, and is not known before its first operation.
 const CIRCLE: Duration = Duration::from_secs(3);
 
-impl Run {
+impl ServedRun {
     /// A rank's connection of this number has closed.
     pub fn lose(&mut self, rank: usize, connection: u64, why: &io::Error, now: Duration) {
         let is_its_own = |peer: &Peer| peer.connection == connection;

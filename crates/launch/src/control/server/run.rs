@@ -11,7 +11,7 @@ use crate::control::wire::{self, Outbox};
 use crate::control::{BEAT, ControlConfig, Failure, FailureKind, RankGroup};
 
 /// What the server knows of a run: events come in, messages to ranks go out. Times are those of the server's clock.
-pub(super) struct Run {
+pub(super) struct ServedRun {
     pub config: ControlConfig,
     /// Rank 0's: what all have to match.
     pub own: Hello,
@@ -66,7 +66,7 @@ impl Peer {
     }
 }
 
-impl Run {
+impl ServedRun {
     pub fn new(config: &ControlConfig) -> Self {
         Self {
             config: config.clone(),

@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 use super::labelled_output::{LabelledOutput, RankOutputs};
 use super::process::Process;
 use super::verdict::{HostLoss, RankEnd};
-use super::{Event, say};
+use super::{FrontEvent, say};
 use crate::launcher::config::secret_variable;
 use crate::launcher::host_plan::HostPlan;
 use crate::launcher::thread;
@@ -44,7 +44,7 @@ impl AgentLink {
         index: usize,
         plan: &HostPlan,
         outputs: RankOutputs,
-        events: &Sender<Event>,
+        events: &Sender<FrontEvent>,
     ) -> Result<Self> {
         let no_line = |error| Error::Launch(format!("no line to an agent: {error}"));
         let (stream, other_end) = UnixStream::pair().map_err(no_line)?;
@@ -72,7 +72,7 @@ impl AgentLink {
         plan: &HostPlan,
         outputs: RankOutputs,
         (stream, process): (UnixStream, Option<Process>),
-        events: &Sender<Event>,
+        events: &Sender<FrontEvent>,
     ) -> Self {
         let (commands, to_send) = mpsc::channel();
         let (stream, waiting_since) = (Arc::new(stream), WaitingSince::default());
@@ -139,7 +139,7 @@ struct Reader {
     first_rank: usize,
     outputs: RankOutputs,
     log_failed: bool,
-    events: Sender<Event>,
+    events: Sender<FrontEvent>,
     waiting_since: WaitingSince,
 }
 
@@ -156,15 +156,13 @@ impl Reader {
         let (ended, last_lines) = ended.unzip();
         let problem = read.err();
         let problem = problem.unwrap_or_else(|| "the connection to its agent ended".to_string());
-        self.tell(Event::Gone(HostLoss {
-            host: self.index,
-            lost_at: Instant::now(),
-            detail: match ended {
-                Some(ended) => format!("{problem} ({ended})"),
-                None => problem,
-            },
+        let detail = match ended {
+            Some(ended) => format!("{problem} ({ended})"),
+            None => problem,
+        };
+        self.tell(FrontEvent::Gone(HostLoss {
             last_lines: last_lines.unwrap_or_default(),
-            is_refusal: false,
+            ..HostLoss::now(self.index, detail)
         }));
     }
 
@@ -222,7 +220,7 @@ impl Reader {
                         err.flush();
                         err.last_lines()
                     });
-                    self.tell(Event::Ended(RankEnd {
+                    self.tell(FrontEvent::Ended(RankEnd {
                         host: self.index,
                         rank,
                         pid,
@@ -231,7 +229,7 @@ impl Reader {
                         last_lines: last_lines.unwrap_or_default(),
                     }));
                 }
-                Some((report, _)) => self.tell(Event::Report(self.index, report)),
+                Some((report, _)) => self.tell(FrontEvent::Report(self.index, report)),
             }
         }
     }
@@ -240,7 +238,7 @@ impl Reader {
         self.outputs.get_mut(rank.checked_sub(self.first_rank)?)
     }
 
-    fn tell(&self, event: Event) {
+    fn tell(&self, event: FrontEvent) {
         let _ = self.events.send(event);
     }
 }

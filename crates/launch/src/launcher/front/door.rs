@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::process::poll;
-use super::{Event, NOT_STARTED_EXIT_CODE};
+use super::{FrontEvent, NOT_STARTED_EXIT_CODE};
 use crate::control::server::HANDSHAKE;
 use crate::control::server::strangers::Strangers;
 use crate::launcher::call::{self, Call, Caller, Order};
@@ -31,7 +31,7 @@ pub(super) struct Door {
     program: Option<Vec<String>>,
     /// The hosts that wait until they are needed; one connection each.
     waiting: Mutex<Vec<(Host, Call)>>,
-    events: Sender<Event>,
+    events: Sender<FrontEvent>,
 }
 
 impl Door {
@@ -39,7 +39,10 @@ impl Door {
     ///
     /// # Errors
     /// There is no way to that host, or no free port.
-    pub(super) fn for_agents(host: Option<&Host>, events: &Sender<Event>) -> Result<Arc<Self>> {
+    pub(super) fn for_agents(
+        host: Option<&Host>,
+        events: &Sender<FrontEvent>,
+    ) -> Result<Arc<Self>> {
         let own = match host {
             None => "127.0.0.1".parse().map_err(std::io::Error::other),
             Some(host) => {
@@ -66,7 +69,7 @@ impl Door {
         listener: TcpListener,
         (address, secret): (String, Secret),
         program: Option<Vec<String>>,
-        events: &Sender<Event>,
+        events: &Sender<FrontEvent>,
     ) -> Result<Arc<Self>> {
         let door = Arc::new(Self {
             address,
@@ -111,7 +114,7 @@ impl Door {
         match caller {
             Caller::Rank(rank) => {
                 let stream = call.stream;
-                let _ = self.events.send(Event::Called { rank, stream });
+                let _ = self.events.send(FrontEvent::Called { rank, stream });
             }
             Caller::Shell { host, command } => self.connect(&host, command, &call.stream)?,
             Caller::Host { host, program } => {

@@ -10,7 +10,7 @@ use crate::rank_env::given_secret;
 use crate::{Error, Result, Secret};
 
 /// Where the launchers of a run meet.
-pub(super) struct Place {
+pub(super) struct LeaderAddress {
     /// HOST:PORT.
     pub(super) front: String,
     /// What all of them know.
@@ -23,7 +23,7 @@ pub(super) struct Place {
 ///
 /// # Errors
 /// There is no secret, or the address means nothing here.
-pub(super) fn place_of(config: &LaunchConfig) -> Result<Option<Place>> {
+pub(super) fn place_of(config: &LaunchConfig) -> Result<Option<LeaderAddress>> {
     let problem = |what: String| Err(Error::Launch(what));
     if !config.is_led() {
         return Ok(None);
@@ -65,7 +65,7 @@ pub(super) fn place_of(config: &LaunchConfig) -> Result<Option<Place>> {
         }
         Some(Err(error)) => return problem(format!("--rdzv: cannot listen at {front}: {error}")),
     };
-    Ok(Some(Place {
+    Ok(Some(LeaderAddress {
         front,
         secret,
         listener,

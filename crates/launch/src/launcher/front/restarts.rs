@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 
 use super::door::Door;
 use super::verdict::describe_signal;
-use super::{Event, say};
+use super::{FrontEvent, say};
 use crate::launcher::config::{LaunchConfig, NodeRange};
 use crate::launcher::end::{CANNOT_GO_ON_EXIT_CODE, LOST_HOST_EXIT_CODE};
 use crate::launcher::host::Host;
@@ -110,7 +110,7 @@ impl Restarts {
 
     /// Waits until it is time to start the ranks, and there are hosts enough, unless a signal comes before, or those that the ranks were
     /// started on do not come back: then it says how this launcher ends.
-    pub(super) fn gather(&mut self, events: &Receiver<Event>) -> Option<Outcome> {
+    pub(super) fn gather(&mut self, events: &Receiver<FrontEvent>) -> Option<Outcome> {
         if let Some(signal) = wait(events, self.start_at) {
             return Some(signal);
         }
@@ -312,11 +312,11 @@ impl Restarts {
 }
 
 /// Until then, or until a signal, which ends the launcher.
-fn wait(events: &Receiver<Event>, until: Instant) -> Option<Outcome> {
+fn wait(events: &Receiver<FrontEvent>, until: Instant) -> Option<Outcome> {
     loop {
         let rest = until.saturating_duration_since(Instant::now());
         match events.recv_timeout(rest) {
-            Ok(Event::Signal(signal)) => return Some(stopped_by(signal)),
+            Ok(FrontEvent::Signal(signal)) => return Some(stopped_by(signal)),
             Ok(_) => {}
             Err(_) => return None,
         }

@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 use super::agent_link::{AgentLink, EXIT_WAIT};
 use super::labelled_output::RankOutputs;
 use super::verdict::{Failures, HostLoss, RankEnd, place};
-use super::{Event, say};
+use super::{FrontEvent, say};
 use crate::launcher::end::{
     CANNOT_GO_ON_EXIT_CODE, NEEDS_MPI_EXIT_CODE, NOT_SAVED_EXIT_CODE, PEER_FAILED_EXIT_CODE,
     WOULD_FAIL_AGAIN_EXIT_CODE,
@@ -46,10 +46,10 @@ const NOT_BEGUN: [u8; 3] = [
 ];
 
 /// What is known of the ranks that were started.
-pub(super) struct Run<'a> {
+pub(super) struct RunningRanks<'a> {
     layout: &'a Layout,
-    events: &'a Sender<Event>,
-    agents: Vec<Agent<'a>>,
+    events: &'a Sender<FrontEvent>,
+    agents: Vec<RunningAgent<'a>>,
     has_survivors: bool,
     /// Why MPI has not started the ranks.
     refusal: Option<String>,
@@ -77,7 +77,7 @@ pub(super) struct Run<'a> {
     num_asked: usize,
 }
 
-struct Agent<'a> {
+struct RunningAgent<'a> {
     plan: &'a HostPlan,
     /// None as long as the agent has not called that MPI starts; then the outputs wait for it.
     link: Option<AgentLink>,
@@ -97,13 +97,13 @@ enum AgentState {
     Gone,
 }
 
-impl<'a> Run<'a> {
+impl<'a> RunningRanks<'a> {
     /// Starts the agents, unless MPI does, in a process of this number.
     pub(super) fn start(
         layout: &'a Layout,
         outputs: Vec<RankOutputs>,
         mpi: Option<Pid>,
-        events: &'a Sender<Event>,
+        events: &'a Sender<FrontEvent>,
     ) -> Result<Self> {
         let plans = layout.hosts.iter().zip(outputs).enumerate();
         let agents = plans.map(|(index, (plan, outputs))| {
@@ -111,7 +111,7 @@ impl<'a> Run<'a> {
                 None => (Some(AgentLink::start(index, plan, outputs, events)?), None),
                 Some(_) => (None, Some(outputs)),
             };
-            Ok(Agent {
+            Ok(RunningAgent {
                 plan,
                 link,
                 outputs,
@@ -146,7 +146,7 @@ impl<'a> Run<'a> {
     /// Until all agents are gone, and what has started them, and nothing is left of the ranks here.
     pub(super) fn drive(
         mut self,
-        events: &Receiver<Event>,
+        events: &Receiver<FrontEvent>,
         mut change: impl FnMut() -> Option<String>,
     ) -> Outcome {
         while self.mpi.is_some() || !self.are_all(AgentState::Gone) {
@@ -175,20 +175,20 @@ impl<'a> Run<'a> {
         self.agents.iter().all(|agent| agent.state == state)
     }
 
-    fn note(&mut self, event: Event) {
+    fn note(&mut self, event: FrontEvent) {
         match event {
-            Event::Signal(signal) => self.note_signal(signal),
-            Event::Ended(end) => self.note_rank_end(end),
-            Event::Report(host, report) => self.note_report(host, report),
-            Event::Called { rank, stream } => self.let_in(rank, stream),
-            Event::MpiEnded(pid, how) if Some(pid) == self.mpi => {
+            FrontEvent::Signal(signal) => self.note_signal(signal),
+            FrontEvent::Ended(end) => self.note_rank_end(end),
+            FrontEvent::Report(host, report) => self.note_report(host, report),
+            FrontEvent::Called { rank, stream } => self.let_in(rank, stream),
+            FrontEvent::MpiEnded(pid, how) if Some(pid) == self.mpi => {
                 self.mpi = None;
                 self.refuse_missing(&how);
                 self.mpi_ended = Some(how);
                 self.give_up_by(Instant::now() + AGENT_WAIT);
             }
-            Event::MpiEnded(..) => {}
-            Event::Gone(mut loss) => {
+            FrontEvent::MpiEnded(..) => {}
+            FrontEvent::Gone(mut loss) => {
                 // With nothing to end it, an agent sees the end of all its ranks.
                 let is_undisturbed = self.failures.is_empty() && self.signal.is_none();
                 let is_undisturbed = is_undisturbed && self.stopped_at.is_none();
@@ -223,11 +223,8 @@ impl<'a> Run<'a> {
             Report::Refused(sentence) => {
                 agent.state = AgentState::Finished;
                 self.failures.hosts.push(HostLoss {
-                    host,
-                    lost_at: Instant::now(),
-                    detail: sentence,
-                    last_lines: Vec::new(),
                     is_refusal: true,
+                    ..HostLoss::now(host, sentence)
                 });
                 self.stop_soon();
             }
@@ -430,13 +427,7 @@ impl<'a> Run<'a> {
         self.refuse_missing(&detail);
         let agents = self.agents.iter().enumerate();
         let late = agents.filter(|(_, agent)| agent.state == AgentState::Asked);
-        let losses = late.map(|(host, _)| HostLoss {
-            host,
-            lost_at: Instant::now(),
-            detail: detail.clone(),
-            last_lines: Vec::new(),
-            is_refusal: false,
-        });
+        let losses = late.map(|(host, _)| HostLoss::now(host, detail.clone()));
         self.failures.hosts.extend(losses);
         self.close_all();
     }

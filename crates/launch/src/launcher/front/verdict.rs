@@ -48,6 +48,19 @@ pub(super) struct HostLoss {
     pub(super) is_refusal: bool,
 }
 
+impl HostLoss {
+    /// A host that is lost now, as far as its agent says nothing.
+    pub(super) fn now(host: usize, detail: String) -> Self {
+        Self {
+            host,
+            lost_at: Instant::now(),
+            detail,
+            last_lines: Vec::new(),
+            is_refusal: false,
+        }
+    }
+}
+
 /// All that went wrong in a run.
 #[derive(Debug, Default)]
 pub(super) struct Failures {
@@ -163,17 +176,17 @@ impl Ending {
     /// Ranks ended because of a peer, and none failed by itself: it is stopped or late, say, or its end came after what they said of it.
     fn of_peer(failure: &RankEnd, hosts: &[HostPlan]) -> Self {
         let place = place(failure, hosts);
-        let why = failure.peer_to_blame().map_or_else(
-            || {
+        let why = match failure.peer_to_blame() {
+            Some(why) => format!("{why} (says {place})"),
+            None => {
                 let end = failure.end;
                 let sentence = format!(
                     "{place} ended because another rank failed ({end}), but none failed by itself"
                 );
                 let hint = "exit code 85 says that another rank failed, and none has said which one: see what they printed before";
                 with_details(sentence, "it", &failure.last_lines, Some(hint))
-            },
-            |why| format!("{why} (says {place})"),
-        );
+            }
+        };
         Self {
             why,
             code: failure.end.exit_code(),

@@ -6,7 +6,7 @@ use nix::sys::signal::Signal;
 
 use super::super::NOT_STARTED_EXIT_CODE;
 use super::super::verdict::{Ending, HostLoss, describe_signal};
-use super::Run;
+use super::RunningRanks;
 use crate::launcher::end::{End, LOST_HOST_EXIT_CODE, NEEDS_MPI_EXIT_CODE, NOT_SAVED_EXIT_CODE};
 use crate::launcher::outcome::{Outcome, Remedy};
 use crate::launcher::wire::ALIVE_INTERVAL;
@@ -16,7 +16,7 @@ pub(super) const SURVIVORS: &str = "processes are left that SIGKILL does not end
 /// Why ranks that ask for MPI are not started through it.
 const ASKED_AGAIN: &str = "the ranks ask for MPI, though MPI has started them: the program finds no sign of an MPI that it knows";
 
-impl Run<'_> {
+impl RunningRanks<'_> {
     pub(super) fn outcome(&self) -> Outcome {
         if let Some((signal, at)) = self.signal {
             return self.outcome_of_signal(signal, at);

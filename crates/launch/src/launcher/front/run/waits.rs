@@ -1,10 +1,10 @@
 //! What the launcher says while it waits for agents.
 
-use super::{Agent, AgentState, Run};
+use super::{AgentState, RunningAgent, RunningRanks};
 use crate::SpokenWait;
 use crate::launcher::wire::ALIVE_INTERVAL;
 
-impl Run<'_> {
+impl RunningRanks<'_> {
     /// Says for which agents the launcher waits: those that have not answered yet, and later those that say nothing, not even that they
     /// live.
     pub(super) fn say_waits(&mut self) {
@@ -38,7 +38,7 @@ impl Run<'_> {
     }
 
     fn silent_in_words(&self) -> Option<String> {
-        let is_silent = |agent: &&Agent| {
+        let is_silent = |agent: &&RunningAgent| {
             let link = agent.link.as_ref();
             agent.state == AgentState::Ready
                 && link.is_some_and(|link| link.silence() > 2 * ALIVE_INTERVAL)
