@@ -4,7 +4,6 @@ mod collectives;
 mod dims;
 mod in_place;
 mod messages;
-pub(crate) mod single;
 pub(crate) mod unconnected;
 pub(crate) mod watch;
 
@@ -14,7 +13,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{Device, Result, Tensor};
 use candle_launch::Control;
 
-use crate::process_group::single::Single;
 use crate::process_group::unconnected::Unconnected;
 use crate::process_group::watch::Watch;
 use crate::reduction::element;
@@ -101,7 +99,7 @@ impl ProcessGroup {
 
     /// A world of one rank.
     pub fn single(device: Device) -> Self {
-        Self::new(Box::new(Single(device)))
+        Self::unconnected(0, 1, device)
     }
 
     /// Rank `rank` of a group of `world_size` ranks that does not exist, for what follows from a rank's place alone, such as which part of a

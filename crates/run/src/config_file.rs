@@ -6,7 +6,7 @@ use candle_core::{Error, Result};
 use candle_parallel::checkpoint::read_text_file;
 use toml::Table;
 
-use crate::spec::defaults::Taken;
+use crate::flags::defaults::Taken;
 
 /// The file in a model's folder that says how the model was made.
 pub const CONFIG_FILE: &str = "candle_train.toml";

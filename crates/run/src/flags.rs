@@ -1,6 +1,8 @@
 //! The flags of a command line as clap knows them, and the values of a TOML table as such flags.
 
+pub(crate) mod defaults;
 pub(crate) mod idle;
+pub(crate) mod without_effect;
 
 use std::any::TypeId;
 use std::ffi::OsString;

@@ -1,8 +1,5 @@
 //! A run with all of its defaults filled, of which arithmetic tells what it will do.
 
-pub(crate) mod defaults;
-pub(crate) mod without_effect;
-
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -20,7 +17,7 @@ use crate::args::choices::PackChoice;
 use crate::args::data::DataArgs;
 use crate::args::lora::LoraArgs;
 use crate::args::training::TrainingArgs;
-use crate::spec::defaults::Taken;
+use crate::flags::defaults::Taken;
 
 /// A [`Run`](crate::Run) with the configuration of its model, in which everything is filled that flags leave open. What a start checks of
 /// flags, layout, batches and schedule can be checked of it without a device, a file or another process, and so can what ranks will hold.

@@ -12,7 +12,7 @@ use super::run::new_stream;
 use super::session::Session;
 use super::transfer::{Motion, NcclTransfer, enqueue};
 use crate::memory::device::{empty, unwritten};
-use crate::process_group::single::Single;
+use crate::process_group::unconnected::Unconnected;
 use crate::reduction::element;
 use crate::{Communicator, Error, HalfSums, Message, Operation, Pending, ReduceOp, Request};
 
@@ -261,7 +261,11 @@ impl Communicator for NcclCommunicator {
                 device: self.device.clone(),
                 half_sums: self.half_sums,
             })),
-            Ok(None) => Ok(Box::new(Single(self.device.clone()))),
+            Ok(None) => Ok(Box::new(Unconnected {
+                rank: 0,
+                world_size: 1,
+                device: self.device.clone(),
+            })),
             Err(error) => {
                 run.fail(error.clone());
                 Err(error.into())
