@@ -1,13 +1,14 @@
 //! Forward and gradients to the rounding errors of f32.
 
-use crate::attention_reference::{Attention, both_passes, types_summed_in_f32};
+use crate::attention_reference::{
+    Attention, both_passes, documents, random_starts, types_summed_in_f32,
+};
 use crate::check::{
     EXP_ROUNDINGS, assert_close, at_most, doubles, floats, grads, in_dtype, on_each_device, random,
     random_var, rounding_error,
 };
 use candle_core::{DType, Result, Tensor, Var};
 use candle_ops::{AttentionSpec, DocumentStarts, HeadGroups, ProductChoice, causal_attention};
-use rand::Rng;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 
 struct Case {
@@ -104,23 +105,15 @@ impl Case {
             scale: self.scale() as f32,
             groups: self.groups,
             window: self.window,
-            rows: self.documents().map(Into::into),
+            rows: self
+                .starts()
+                .map(|starts| documents(&starts, self.t).into()),
         }
     }
 
-    /// Some of each length up to the longest, cut anew in each sequence.
-    fn documents(&self) -> Option<DocumentStarts> {
+    fn starts(&self) -> Option<Vec<usize>> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.t as u64);
-        let mut starts = Vec::new();
-        for _ in 0..self.b {
-            let first = starts.len();
-            while starts.len() - first < self.t {
-                let start = starts.len() - first;
-                let len = rng.random_range(1..=self.longest?).min(self.t - start);
-                starts.extend(std::iter::repeat_n(start as u32, len));
-            }
-        }
-        Some(DocumentStarts::new(starts, (self.b, self.t)).unwrap())
+        Some(random_starts(&mut rng, self.b, self.t, self.longest?))
     }
 
     fn inputs(&self) -> Result<[Var; 3]> {
@@ -150,10 +143,6 @@ impl Case {
     }
 
     fn reference(&self) -> Attention {
-        let starts = self.documents().map(|documents| {
-            let starts = documents.starts().iter();
-            starts.map(|start| *start as usize).collect()
-        });
         Attention {
             t: self.t,
             hq: self.hq,
@@ -162,7 +151,7 @@ impl Case {
             groups: self.groups,
             window: self.window.unwrap_or(self.t),
             scale: f64::from(self.scale() as f32),
-            starts: starts.unwrap_or_else(|| vec![0; self.b * self.t]),
+            starts: self.starts().unwrap_or_else(|| vec![0; self.b * self.t]),
         }
     }
 }

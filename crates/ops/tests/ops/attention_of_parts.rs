@@ -8,7 +8,9 @@ use candle_ops::{
 use rand::Rng;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 
-use crate::attention_reference::{Attention, both_passes, types_summed_in_f32};
+use crate::attention_reference::{
+    Attention, both_passes, documents, random_starts, types_summed_in_f32,
+};
 use crate::check::{at_most, device, in_dtype, on_each_device, random};
 
 /// What goes wrong elsewhere.
@@ -58,22 +60,13 @@ impl Case {
         let (b, t) = (rng.random_range(1..=3), rng.random_range(1..=45));
         let (hkv, size) = (rng.random_range(1..=2), rng.random_range(1..=3));
         let longest = rng.random_range(1..=t);
-        let mut starts = Vec::new();
-        for _ in 0..b {
-            let first = starts.len();
-            while starts.len() - first < t {
-                let start = starts.len() - first;
-                let len = rng.random_range(1..=longest).min(t - start);
-                starts.extend(std::iter::repeat_n(start as u32, len));
-            }
-        }
+        let mut starts = random_starts(&mut rng, b, t, longest);
         let is_packed = rng.random_bool(0.6);
         if !is_packed {
             starts.fill(0);
         }
-        let documents = DocumentStarts::new(starts.clone(), (b, t)).unwrap();
         let runs = match is_packed {
-            true => Runs::from(&documents),
+            true => Runs::from(&documents(&starts, t)),
             false => Runs::sequences(b, t),
         };
         let window = rng.random_bool(0.4).then(|| rng.random_range(1..=t));
@@ -85,7 +78,7 @@ impl Case {
             d: 2 * rng.random_range(1..=5),
             window,
             runs,
-            starts: starts.into_iter().map(|start| start as usize).collect(),
+            starts,
             queries: dealt(b * t, &mut rng),
             keys: dealt(b * t, &mut rng),
         }

@@ -3,8 +3,11 @@
 use crate::check::{assert_slopes, device, doubles, random};
 use candle_core::{DType, Result, Tensor};
 use candle_ops::{
-    AttentionCode, AttentionGrad, AttentionSpec, HeadGroups, attention_backward, attention_forward,
+    AttentionCode, AttentionGrad, AttentionSpec, DocumentStarts, HeadGroups, attention_backward,
+    attention_forward,
 };
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
 
 /// Queries of `starts.len()` rows, in sequences of `t`, and as many keys; values are `(rows, heads, d)`.
 pub struct Attention {
@@ -94,6 +97,26 @@ impl Attention {
     }
 }
 
+/// Where the document of each row begins in its sequence: documents of random lengths, cut anew in each of the `b` sequences.
+pub fn random_starts(rng: &mut ChaCha8Rng, b: usize, t: usize, longest: usize) -> Vec<usize> {
+    let mut starts = Vec::new();
+    for _ in 0..b {
+        let first = starts.len();
+        while starts.len() - first < t {
+            let start = starts.len() - first;
+            let len = rng.random_range(1..=longest).min(t - start);
+            starts.extend(std::iter::repeat_n(start, len));
+        }
+    }
+    starts
+}
+
+/// The documents of these.
+pub fn documents(starts: &[usize], t: usize) -> DocumentStarts {
+    let rows = starts.iter().map(|start| *start as u32).collect();
+    DocumentStarts::new(rows, (starts.len() / t, t)).expect("starts of documents")
+}
+
 /// The output, the log-sum-exps `(b, heads, t)`, and the gradients of q, k and v, outside any graph.
 pub fn both_passes([q, k, v, grad]: [&Tensor; 4], spec: &AttentionSpec) -> Result<[Tensor; 5]> {
     let (out, log_sum_exp) = attention_forward(q, k, v, spec)?;
@@ -133,7 +156,7 @@ fn the_gradients_are_the_slopes_of_the_output() -> Result<()> {
         scale: 0.7,
         starts: vec![0, 0, 0, 0, 0, 5],
     };
-    let random = |seed, heads| doubles(&random(seed, 12 * heads)?);
+    let random = |seed, heads: usize| doubles(&random(seed, 12 * heads)?);
     let (inputs, grad) = ([random(1, 3)?, random(2, 2)?, random(3, 2)?], random(4, 3)?);
     let output = |inputs: &[Vec<f64>; 3]| {
         let [out, _] = attention.forward(inputs.each_ref().map(|x| &x[..]));

@@ -1,7 +1,7 @@
 //! Forward and gradients to the rounding errors of f32.
 
 use crate::check::{
-    assert_close, check_into, device, doubles, floats, grads, on_each_device, random, random_var,
+    assert_close, check_into, doubles, floats, grads, on_each_device, random, random_var,
     rounding_error,
 };
 use candle_core::quantized::{GgmlDType, QTensor};
