@@ -9,7 +9,7 @@ import re
 import sys
 
 KERNEL = re.compile(r'extern "C" __attribute__\(\(used\)\)\s+void\s+(\w+)\s*\(')
-# Dynamic shared memory is the one array of tests/kernels/shim; other shared memory belongs to the host thread that runs the block.
+# Dynamic shared memory is the one array of tests/emulator/shim; other shared memory belongs to the host thread that runs the block.
 DYNAMIC = re.compile(r"extern\s+__shared__\s+(\w+)\s+(\w+)\[\];")
 
 

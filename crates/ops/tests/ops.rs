@@ -6,6 +6,8 @@ mod attention;
 mod attention_narrow;
 #[path = "ops/attention_of_parts.rs"]
 mod attention_of_parts;
+#[path = "ops/attention_reference.rs"]
+mod attention_reference;
 #[path = "ops/check.rs"]
 mod check;
 #[path = "ops/cross_entropy.rs"]

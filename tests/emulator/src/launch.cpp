@@ -60,26 +60,27 @@ struct Shape {
 };
 
 thread_local const char* running_kernel = nullptr;
-struct sigaction handler_before;
+struct sigaction bad_address_before, trap_before;
 
-// A kernel that leaves the emulated memory ends the program; says which it was.
-void on_bad_address(int signal) {
+// A kernel that leaves the emulated memory, or does what the compiler has put a trap before, ends the program; says which it was.
+void on_fault(int signal) {
     if (running_kernel != nullptr) {
         char text[256];
-        int length = std::snprintf(text, sizeof text, "emulated GPU: %s used an address that is no memory\n", running_kernel);
+        const char* fault = signal == SIGSEGV ? "used an address that is no memory" : "used a misaligned address, or a number overflowed";
+        int length = std::snprintf(text, sizeof text, "emulated GPU: %s %s\n", running_kernel, fault);
         if (write(2, text, (size_t)length) < 0) {
             _exit(1);
         }
     }
-    sigaction(signal, &handler_before, nullptr);
+    sigaction(signal, signal == SIGSEGV ? &bad_address_before : &trap_before, nullptr);
 }
 
-void watch_bad_addresses() {
+void watch_faults() {
     static const bool watching = [] {
         struct sigaction action {};
-        action.sa_handler = on_bad_address;
+        action.sa_handler = on_fault;
         action.sa_flags = SA_ONSTACK;
-        return sigaction(SIGSEGV, &action, &handler_before) == 0;
+        return sigaction(SIGSEGV, &action, &bad_address_before) == 0 && sigaction(SIGILL, &action, &trap_before) == 0;
     }();
     (void)watching;
 }
@@ -143,7 +144,7 @@ CUresult run(const std::string& name, Device& device, Call& call, const Shape& s
     if (!place_pointers(name, device, pointers, When::Running)) {
         return CUDA_ERROR_ILLEGAL_ADDRESS;
     }
-    watch_bad_addresses();
+    watch_faults();
     running_kernel = name.c_str();
     auto run_thread = [](void* call) { static_cast<Call*>(call)->run(); };
     const char* problem = shim_launch_grid(shape.grid, shape.block, shape.shared_bytes, draw(), run_thread, &call);

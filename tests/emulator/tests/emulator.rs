@@ -5,7 +5,11 @@
 mod candle;
 #[path = "emulator/faults.rs"]
 mod faults;
+#[path = "emulator/grids.rs"]
+mod grids;
 #[path = "emulator/order.rs"]
 mod order;
 #[path = "emulator/process.rs"]
 mod process;
+#[path = "emulator/threads.rs"]
+mod threads;

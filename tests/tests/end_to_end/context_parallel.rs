@@ -361,47 +361,9 @@ fn context_parallel_ranks_train_as_one_does() {
         cases.for_each(|case| check(case, &reference));
         return;
     }
-    let all = pairwise::all(FACTORS, |values| Case::of(values).is_some());
-    let num_all = all.len();
-    let is_all = std::env::var("CANDLE_TRAIN_ALL_CONTEXTS").is_ok();
-    let cases: Vec<Case> = match is_all {
-        true => all
-            .iter()
-            .filter_map(Case::of)
-            .filter(Case::is_of_all)
-            .collect(),
-        false => pairwise::sample(&all, 7)
-            .iter()
-            .filter_map(Case::of)
-            .collect(),
-    };
-    let mut by_reference: BTreeMap<String, Vec<Case>> = BTreeMap::new();
-    for case in &cases {
-        let reference = format!("{:?}", case.reference());
-        by_reference.entry(reference).or_default().push(*case);
-    }
-    // Those that an earlier run has compared.
-    let num_to_skip = std::env::var("CANDLE_TRAIN_ALL_CONTEXTS").ok();
-    let num_to_skip = num_to_skip
-        .and_then(|number| number.parse().ok())
-        .unwrap_or(0);
-    let mut num_done = 0;
-    for cases_of_one in by_reference.values() {
-        if num_done < num_to_skip {
-            num_done += cases_of_one.len();
-            continue;
-        }
-        let reference = run(cases_of_one[0].reference());
-        for case in cases_of_one {
-            check(*case, &reference);
-        }
-        num_done += cases_of_one.len();
-        if is_all {
-            eprintln!("{num_done} of {} cases", cases.len());
-        }
-    }
-    eprintln!("{} of {num_all} cases", cases.len());
-    assert!(cases.len() > 30);
+    let variable = "CANDLE_TRAIN_ALL_CONTEXTS";
+    let cases = pairwise::cases(variable, FACTORS, Case::of, Case::is_of_all);
+    pairwise::compare(variable, &cases, Case::reference, run, check);
 }
 
 /// Bytes that a rank sends to its context-parallel peers in a step: of a model with so many (query, key/value) heads of 4 values, for two sequences of `t` tokens.

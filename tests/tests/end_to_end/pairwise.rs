@@ -1,6 +1,7 @@
 //! Samples of combinations in which every pair of values occurs, and small random numbers.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Debug;
 
 /// A small generator of numbers (xorshift64*).
 pub struct Random(u64);
@@ -70,4 +71,54 @@ pub fn sample<const N: usize>(all: &[[usize; N]], seed: usize) -> Vec<[usize; N]
         sample.push(best);
     }
     sample
+}
+
+/// A sample of the cases of all values; where the environment has `variable`, all that `is_of_all` chooses.
+pub fn cases<C, const N: usize>(
+    variable: &str,
+    factors: [usize; N],
+    of: impl Fn(&[usize; N]) -> Option<C>,
+    is_of_all: impl Fn(&C) -> bool,
+) -> Vec<C> {
+    let all = all(factors, |values| of(values).is_some());
+    if std::env::var_os(variable).is_some() {
+        all.iter().filter_map(of).filter(is_of_all).collect()
+    } else {
+        sample(&all, 7).iter().filter_map(of).collect()
+    }
+}
+
+/// Compares each case with a run of its `reference`, which is made once for all that have the same. A number in the
+/// environment's `variable` says how many an earlier call has compared.
+pub fn compare<C: Copy + Debug, R>(
+    variable: &str,
+    cases: &[C],
+    reference: impl Fn(C) -> C,
+    run: impl Fn(C) -> R,
+    check: impl Fn(C, &R),
+) {
+    let mut by_reference: BTreeMap<String, Vec<C>> = BTreeMap::new();
+    for case in cases {
+        let reference = format!("{:?}", reference(*case));
+        by_reference.entry(reference).or_default().push(*case);
+    }
+    let variable = std::env::var(variable).ok();
+    let num_to_skip = variable.as_ref().and_then(|number| number.parse().ok());
+    let mut num_done = 0;
+    for cases_of_one in by_reference.values() {
+        let is_done = num_done < num_to_skip.unwrap_or(0);
+        num_done += cases_of_one.len();
+        if is_done {
+            continue;
+        }
+        let reference = run(reference(cases_of_one[0]));
+        for case in cases_of_one {
+            check(*case, &reference);
+        }
+        if variable.is_some() {
+            eprintln!("{num_done} of {} cases", cases.len());
+        }
+    }
+    eprintln!("{} cases, {} references", cases.len(), by_reference.len());
+    assert!(cases.len() > 30);
 }

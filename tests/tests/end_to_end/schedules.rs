@@ -1,7 +1,7 @@
 //! Every pipeline schedule gives the bits of 1F1B: losses, gradients, weights after ten steps. A sample of all combinations in which each pair of values
 //! occurs; all of them with `scripts/all-schedules.sh`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 use candle_comm::launch::threads_with;
@@ -350,44 +350,7 @@ fn every_schedule_gives_the_bits_of_1f1b() {
         eprintln!("not tested on a GPU: `layouts` is, and takes less time");
         return;
     }
-    let all = pairwise::all(FACTORS, |values| Case::of(values).is_some());
-    let cases: Vec<Case> = match std::env::var("CANDLE_TRAIN_ALL_SCHEDULES") {
-        Ok(_) => {
-            let all = all.iter().filter_map(Case::of);
-            all.filter(Case::is_of_all).collect()
-        }
-        Err(_) => pairwise::sample(&all, 7)
-            .iter()
-            .filter_map(Case::of)
-            .collect::<Vec<_>>(),
-    };
-    let is_all = cases.len() > 1000;
-    // One after the other what is compared with the same run.
-    let mut by_reference: BTreeMap<String, Vec<Case>> = BTreeMap::new();
-    for case in &cases {
-        let reference = format!("{:?}", case.reference());
-        by_reference.entry(reference).or_default().push(*case);
-    }
-    // Those that an earlier run has compared.
-    let num_to_skip = std::env::var("CANDLE_TRAIN_ALL_SCHEDULES").ok();
-    let num_to_skip = num_to_skip
-        .and_then(|number| number.parse().ok())
-        .unwrap_or(0);
-    let mut num_done = 0;
-    for cases_of_one in by_reference.values() {
-        if num_done < num_to_skip {
-            num_done += cases_of_one.len();
-            continue;
-        }
-        let reference = run(cases_of_one[0].reference());
-        for case in cases_of_one {
-            check(*case, &reference);
-        }
-        num_done += cases_of_one.len();
-        if is_all {
-            eprintln!("{num_done} of {} cases", cases.len());
-        }
-    }
-    eprintln!("{} cases, {} runs of 1f1b", cases.len(), by_reference.len());
-    assert!(cases.len() > 30);
+    let variable = "CANDLE_TRAIN_ALL_SCHEDULES";
+    let cases = pairwise::cases(variable, FACTORS, Case::of, Case::is_of_all);
+    pairwise::compare(variable, &cases, Case::reference, run, check);
 }

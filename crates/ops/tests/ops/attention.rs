@@ -1,15 +1,14 @@
 //! Forward and gradients to the rounding errors of f32.
 
+use crate::attention_reference::{
+    Attention, both_passes, documents, random_starts, types_summed_in_f32,
+};
 use crate::check::{
     EXP_ROUNDINGS, assert_close, at_most, doubles, floats, grads, in_dtype, on_each_device, random,
     random_var, rounding_error,
 };
 use candle_core::{DType, Result, Tensor, Var};
-use candle_ops::{
-    AttentionGrad, AttentionSpec, DocumentStarts, HeadGroups, ProductChoice, attention_backward,
-    attention_forward, causal_attention,
-};
-use rand::Rng;
+use candle_ops::{AttentionSpec, DocumentStarts, HeadGroups, ProductChoice, causal_attention};
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 
 struct Case {
@@ -59,7 +58,7 @@ const fn of_documents(longest: usize, case: Case) -> Case {
     }
 }
 
-const CASES: [Case; 31] = [
+const CASES: [Case; 34] = [
     case(1, 1, 1, 1, 16, 1, 0),
     case(2, 2, 2, 2, 48, 1, 0),
     case(1, 127, 4, 1, 64, 4, 0),
@@ -73,6 +72,9 @@ const CASES: [Case; 31] = [
     case(2, 1, 4, 1, 128, 4, 0),
     case(1, 2, 3, 1, 64, 3, 0),
     case(1, 5, 2, 3, 16, 1, 0),
+    case(2, 65, 2, 1, 5, 2, 0),
+    case(1, 33, 3, 3, 130, 1, 0),
+    case(1, 17, 2, 1, 256, 2, 0),
     windowed(1, case(1, 1, 1, 1, 16, 1, 0)),
     windowed(1, case(2, 127, 4, 2, 32, 2, 0)),
     windowed(2, case(1, 2, 3, 1, 64, 3, 0)),
@@ -103,23 +105,15 @@ impl Case {
             scale: self.scale() as f32,
             groups: self.groups,
             window: self.window,
-            rows: self.documents().map(Into::into),
+            rows: self
+                .starts()
+                .map(|starts| documents(&starts, self.t).into()),
         }
     }
 
-    /// Some of each length up to the longest, cut anew in each sequence.
-    fn documents(&self) -> Option<DocumentStarts> {
+    fn starts(&self) -> Option<Vec<usize>> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.t as u64);
-        let mut starts = Vec::new();
-        for _ in 0..self.b {
-            let first = starts.len();
-            while starts.len() - first < self.t {
-                let start = starts.len() - first;
-                let len = rng.random_range(1..=self.longest?).min(self.t - start);
-                starts.extend(std::iter::repeat_n(start as u32, len));
-            }
-        }
-        Some(DocumentStarts::new(starts, (self.b, self.t)).unwrap())
+        Some(random_starts(&mut rng, self.b, self.t, self.longest?))
     }
 
     fn inputs(&self) -> Result<[Var; 3]> {
@@ -148,94 +142,68 @@ impl Case {
         ]
     }
 
-    /// `[out, dq, dk, dv]`, by the definition.
-    fn reference(&self, [q, k, v, grad]: [&[f64]; 4]) -> [Vec<f64>; 4] {
-        let Case {
-            b,
-            t,
-            hq,
-            hkv,
-            d,
-            groups,
-            window,
-            ..
-        } = *self;
-        let documents = self.documents();
-        let starts = documents.as_ref().map(DocumentStarts::starts);
-        let (mut out, mut dq) = (vec![0.0; q.len()], vec![0.0; q.len()]);
-        let (mut dk, mut dv) = (vec![0.0; k.len()], vec![0.0; k.len()]);
-        let dot = |x: &[f64], y: &[f64]| -> f64 { x.iter().zip(y).map(|(x, y)| x * y).sum() };
-        let heads = (0..b).flat_map(|b| (0..hq).map(move |head| (b, head)));
-        for ((b, head), i) in heads.flat_map(|at| (0..t).map(move |i| (at, i))) {
-            let kv_head = (groups.offset + head) / groups.size;
-            let at_q = ((b * t + i) * hq + head) * d;
-            let at_kv = |j: usize| ((b * t + j) * hkv + kv_head) * d;
-            let start = starts.map_or(0, |starts| starts[b * t + i] as usize);
-            let seen = (i + 1).saturating_sub(window.unwrap_or(t)).max(start)..i + 1;
-            let (q_i, grad_i) = (&q[at_q..][..d], &grad[at_q..][..d]);
-            let exps: Vec<f64> = seen
-                .clone()
-                .map(|j| (dot(q_i, &k[at_kv(j)..][..d]) * self.scale()).exp())
-                .collect();
-            let sum: f64 = exps.iter().sum();
-            let p: Vec<f64> = exps.iter().map(|x| x / sum).collect();
-            let dp: Vec<f64> = seen
-                .clone()
-                .map(|j| dot(grad_i, &v[at_kv(j)..][..d]))
-                .collect();
-            let along_p = dot(&p, &dp);
-            for ((j, p), dp) in seen.zip(p).zip(dp) {
-                let ds = p * (dp - along_p) * self.scale();
-                for c in 0..d {
-                    out[at_q + c] += p * v[at_kv(j) + c];
-                    dq[at_q + c] += ds * k[at_kv(j) + c];
-                    dk[at_kv(j) + c] += ds * q_i[c];
-                    dv[at_kv(j) + c] += p * grad_i[c];
-                }
-            }
+    fn reference(&self) -> Attention {
+        Attention {
+            t: self.t,
+            hq: self.hq,
+            hkv: self.hkv,
+            d: self.d,
+            groups: self.groups,
+            window: self.window.unwrap_or(self.t),
+            scale: f64::from(self.scale() as f32),
+            starts: self.starts().unwrap_or_else(|| vec![0; self.b * self.t]),
         }
-        [out, dq, dk, dv]
     }
 }
 
 #[test]
 fn matches_the_reference() -> Result<()> {
     on_each_device(|| {
-        for case in CASES {
+        for (case, dtype) in types_summed_in_f32()?
+            .into_iter()
+            .flat_map(|dtype| CASES.map(|case| (case, dtype)))
+        {
             // A way of multiplying that was chosen may be emulated, which takes its time.
             let longest = match ProductChoice::from_env()? {
                 Some(_) => case.t.min(70),
-                None => at_most(260, case.t),
+                None if dtype == DType::F32 => at_most(260, case.t),
+                None => case.t.min(130),
             };
-            let case = Case { t: longest, ..case };
-            let [q, k, v] = case.inputs()?;
-            let grad = random(4, q.shape())?;
-            let out = causal_attention(&q, &k, &v, &case.spec())?;
-            let inputs = [doubles(&q)?, doubles(&k)?, doubles(&v)?, doubles(&grad)?];
-            let want = case.reference([&inputs[0], &inputs[1], &inputs[2], &inputs[3]]);
-            let what = format!(
-                "t {} hq {} hkv {} d {} window {:?}, documents of up to {:?}",
-                case.t, case.hq, case.hkv, case.d, case.window, case.longest
-            );
-            let [out_bound, grad_bound] = case.bounds();
-            assert_close(&format!("out, {what}"), &out, &want[0], out_bound);
-            let [dq, dk, dv] = grads(&out, &grad, [&q, &k, &v])?;
-            assert_close(&format!("dv, {what}"), &dv, &want[3], grad_bound);
-            // With one position that is seen the probability is 1 whatever the score: these gradients are rounding errors of 0.
-            if case.t > 1 && case.window != Some(1) && case.longest != Some(1) {
-                assert_close(&format!("dq, {what}"), &dq, &want[1], grad_bound);
-                assert_close(&format!("dk, {what}"), &dk, &want[2], grad_bound);
-            } else {
-                assert!(
-                    floats(&dq)?
-                        .iter()
-                        .chain(&floats(&dk)?)
-                        .all(|x| x.abs() < 1e-5)
-                );
-            }
+            check(&Case { t: longest, ..case }, dtype)?;
         }
         Ok(())
     })
+}
+
+fn check(case: &Case, dtype: DType) -> Result<()> {
+    let [q, k, v] = case.inputs()?.map(|x| in_dtype(&x, dtype));
+    let [q, k, v] = [q?, k?, v?].map(|x| Var::from_tensor(&x));
+    let (q, k, v) = (q?, k?, v?);
+    let grad = in_dtype(&random(4, q.shape())?, dtype)?;
+    let out = causal_attention(&q, &k, &v, &case.spec())?;
+    let reference = case.reference();
+    let inputs = [doubles(&q)?, doubles(&k)?, doubles(&v)?];
+    let inputs = inputs.each_ref().map(|x| &x[..]);
+    let what = format!(
+        "{dtype:?} t {} hq {} hkv {} d {} window {:?}, documents of up to {:?}",
+        case.t, case.hq, case.hkv, case.d, case.window, case.longest
+    );
+    let [out_bound, grad_bound] = case.bounds();
+    let [want, _] = reference.forward(inputs);
+    assert_close(&format!("out, {what}"), &out, &want, out_bound);
+    let [dq, dk, dv] = grads(&out, &grad, [&q, &k, &v])?;
+    let [want_dq, want_dk, want_dv] =
+        reference.backward(inputs, [&doubles(&out)?, &doubles(&grad)?]);
+    assert_close(&format!("dv, {what}"), &dv, &want_dv, grad_bound);
+    // With one position that is seen the probability is 1 whatever the score: these gradients are rounding errors of 0.
+    if case.t > 1 && case.window != Some(1) && case.longest != Some(1) {
+        assert_close(&format!("dq, {what}"), &dq, &want_dq, grad_bound);
+        assert_close(&format!("dk, {what}"), &dk, &want_dk, grad_bound);
+    } else {
+        let zeros = [floats(&dq)?, floats(&dk)?].concat();
+        assert!(zeros.iter().all(|x| x.abs() < 1e-5), "{what}");
+    }
+    Ok(())
 }
 
 #[test]
@@ -297,20 +265,8 @@ fn a_window_of_all_positions_has_the_bits_of_none() -> Result<()> {
                     window,
                     ..case.spec()
                 };
-                let (out, log_sum_exp) = attention_forward(&q, &k, &v, &spec)?;
-                let pass = AttentionGrad {
-                    q: &q,
-                    k: &k,
-                    v: &v,
-                    out: Some(&out),
-                    log_sum_exp: &log_sum_exp,
-                    grad: &grad,
-                };
-                let (dq, dk, dv) = attention_backward(&pass, &spec)?;
-                [&out, &log_sum_exp, &dq, &dk, &dv]
-                    .map(floats)
-                    .into_iter()
-                    .collect()
+                let tensors = both_passes([&q, &k, &v, &grad], &spec)?;
+                tensors.iter().map(floats).collect()
             };
             let all = bits(None)?;
             for window in [t, t + 1, usize::MAX] {
@@ -336,20 +292,8 @@ fn one_document_has_the_bits_of_none_and_no_document_reads_another() -> Result<(
                 rows: documents.transpose()?.map(Into::into),
                 ..case.spec()
             };
-            let (out, log_sum_exp) = attention_forward(&q, k, &v, &spec)?;
-            let pass = AttentionGrad {
-                q: &q,
-                k,
-                v: &v,
-                out: Some(&out),
-                log_sum_exp: &log_sum_exp,
-                grad: &grad,
-            };
-            let (dq, dk, dv) = attention_backward(&pass, &spec)?;
-            [&out, &log_sum_exp, &dq, &dk, &dv]
-                .map(floats)
-                .into_iter()
-                .collect()
+            let tensors = both_passes([&q, k, &v, &grad], &spec)?;
+            tensors.iter().map(floats).collect()
         };
         assert!(bits(&k, None)? == bits(&k, Some(vec![0; 300]))?);
         // The second document of the first sequence, from 70 on, does not see the keys before it.

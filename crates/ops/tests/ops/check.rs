@@ -28,6 +28,12 @@ pub fn on_each_device(test: impl Fn() -> Result<()>) -> Result<()> {
     Ok(())
 }
 
+/// The same with each of the types that operations compute with.
+pub fn on_each_device_in_each_type(test: impl Fn(DType) -> Result<()>) -> Result<()> {
+    let types = [DType::F32, DType::BF16, DType::F16];
+    on_each_device(|| types.into_iter().try_for_each(&test))
+}
+
 fn on_device<T>(device: &Device, run: impl FnOnce() -> T) -> T {
     let before = DEVICE.with(|current| current.replace(device.clone()));
     let result = run();
@@ -98,6 +104,11 @@ pub fn random_var(seed: u64, shape: impl Into<Shape>) -> Result<Var> {
     Var::from_tensor(&random(seed, shape)?)
 }
 
+/// The same rounded to a dtype.
+pub fn random_var_in(dtype: DType, seed: u64, shape: impl Into<Shape>) -> Result<Var> {
+    Var::from_tensor(&in_dtype(&random(seed, shape)?, dtype)?)
+}
+
 /// Ids below `bound`.
 pub fn random_ids(seed: u64, count: usize, bound: u32) -> Vec<u32> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -121,6 +132,7 @@ pub fn doubles(tensor: &Tensor) -> Result<Vec<f64>> {
 
 /// The gradients of `sum(y * dy)`.
 pub fn grads<const N: usize>(y: &Tensor, dy: &Tensor, vars: [&Var; N]) -> Result<[Tensor; N]> {
+    let (y, dy) = (y.to_dtype(DType::F32)?, dy.to_dtype(DType::F32)?);
     let store = (y * dy)?.sum_all()?.backward()?;
     Ok(vars.map(|var| {
         store
@@ -128,6 +140,27 @@ pub fn grads<const N: usize>(y: &Tensor, dy: &Tensor, vars: [&Var; N]) -> Result
             .expect("a gradient for each variable")
             .clone()
     }))
+}
+
+/// Asserts that a reference's gradients are the slopes of a sum of its values, by each of its inputs.
+pub fn assert_slopes<const N: usize>(
+    gradients: [Vec<f64>; N],
+    inputs: [Vec<f64>; N],
+    sum: impl Fn(&[Vec<f64>; N]) -> f64,
+) {
+    const STEP: f64 = 1e-6;
+    for (which, gradient) in gradients.iter().enumerate() {
+        for (i, gradient) in gradient.iter().enumerate() {
+            let at = |step: f64| {
+                let mut inputs = inputs.clone();
+                inputs[which][i] += step;
+                sum(&inputs)
+            };
+            let slope = (at(STEP) - at(-STEP)) / (2.0 * STEP);
+            let error = (gradient - slope).abs();
+            assert!(error < 1e-8, "{which} {i}: {gradient} {slope}");
+        }
+    }
 }
 
 /// The relative L2 error that f32 is allowed where each value goes through `roundings` of them: each is off by at most
@@ -152,16 +185,32 @@ const ROW: f64 = 4.0;
 /// is 5 to 6 times the usual one.
 const ELEMENT: f64 = 16.0;
 
+/// How far rounding `want` once to a type of 16 bits may move it: half a unit in the last of 8 or 11 significant bits, and
+/// half of the smallest f16. Of f32 the tolerances count every rounding.
+fn last_rounding(dtype: DType, want: f64) -> f64 {
+    match dtype {
+        DType::BF16 => 1.001 / 256.0 * want.abs(),
+        DType::F16 => 1.001 / 2048.0 * want.abs() + 2f64.powi(-25),
+        _ => 0.0,
+    }
+}
+
 /// Asserts that the L2 norm of the difference is at most `tolerance` times that of `want`; and that no row, along the last dim,
-/// and no value is off by much more than that. The norm alone cannot see one wrong row among thousands.
+/// and no value is off by much more than that. The norm alone cannot see one wrong row among thousands. Values of bf16 and
+/// f16 may be off by their last rounding besides, so that one that comes earlier is seen.
 #[track_caller]
 pub fn assert_close(what: &str, got: &Tensor, want: &[f64], tolerance: f64) {
-    let row_len = got.dims().last().copied().unwrap_or(1).max(1);
+    let (dtype, row_len) = (got.dtype(), got.dims().last().copied().unwrap_or(1).max(1));
     let got = doubles(got).expect("f32 values");
     assert_eq!(got.len(), want.len(), "{what}: number of elements");
     let tolerance = on_this_device(tolerance);
     let norm = |values: &[f64]| values.iter().map(|x| x.powi(2)).sum::<f64>().sqrt();
-    let difference: Vec<f64> = got.iter().zip(want).map(|(a, b)| a - b).collect();
+    let difference = got.iter().zip(want).map(|(got, want)| {
+        let error = got - want;
+        let rounding = last_rounding(dtype, *want).min(error.abs());
+        error - rounding.copysign(error)
+    });
+    let difference: Vec<f64> = difference.collect();
     if norm(&difference) == 0.0 {
         return;
     }
@@ -184,6 +233,37 @@ pub fn assert_close(what: &str, got: &Tensor, want: &[f64], tolerance: f64) {
             "{what}: an error of {most:e} of its size in row {row}"
         );
     }
+}
+
+/// What `write(dst, add)` leaves in a buffer of f32: `want` over anything, or added to it.
+#[track_caller]
+pub fn check_into(
+    what: &str,
+    want: &[f64],
+    tolerance: f64,
+    write: impl Fn(&Tensor, bool) -> Result<()>,
+) -> Result<()> {
+    let len = want.len();
+    // A view into a larger buffer, whose other values stay.
+    let buffer = Tensor::full(f32::NAN, len + 3, &device())?;
+    buffer.slice_set(&Tensor::full(7f32, 2, &device())?, 0, 0)?;
+    let dst = buffer.narrow(0, 2, len)?;
+    write(&dst, false)?;
+    assert_close(&format!("{what} set"), &dst, want, tolerance);
+    assert_eq!(floats(&buffer)?[..2], [7.0, 7.0]);
+    assert!(floats(&buffer)?[len + 2].is_nan());
+    let dst = random(77, len)?;
+    let sums: Vec<f64> = doubles(&dst)?
+        .iter()
+        .zip(want)
+        .map(|(a, b)| a + b)
+        .collect();
+    write(&dst, true)?;
+    assert_close(&format!("{what} added"), &dst, &sums, tolerance);
+    assert!(write(&Tensor::zeros(len + 1, DType::F32, &device())?, true).is_err());
+    let err = write(&Tensor::zeros(len, DType::BF16, &device())?, true).unwrap_err();
+    assert!(err.to_string().contains("contiguous F32"), "{err}");
+    Ok(())
 }
 
 #[test]

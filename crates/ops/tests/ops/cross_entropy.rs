@@ -1,10 +1,10 @@
 //! Forward and gradients to the rounding errors of f32.
 
 use crate::check::{
-    EXP_ROUNDINGS, assert_close, device, doubles, floats, grads, lane_roundings, on_each_device,
-    random, random_ids, rounding_error,
+    EXP_ROUNDINGS, assert_close, device, doubles, floats, grads, in_dtype, lane_roundings,
+    on_each_device, on_each_device_in_each_type, random, random_ids, rounding_error,
 };
-use candle_core::{D, Result, Tensor, Var};
+use candle_core::{D, DType, Result, Tensor, Var};
 use candle_ops::{
     IGNORE_INDEX, cross_entropy, cross_entropy_grad, cross_entropy_loss, softmax_stats,
 };
@@ -12,8 +12,8 @@ use candle_ops::{
 const LARGEST_LOGIT: f64 = 8.0;
 
 /// Logits of some units, and targets of which each fifth is ignored.
-fn inputs(n: usize, v: usize) -> Result<(Tensor, Vec<u32>)> {
-    let logits = (random(1, (n, v))? * LARGEST_LOGIT)?;
+fn inputs(dtype: DType, n: usize, v: usize) -> Result<(Tensor, Vec<u32>)> {
+    let logits = in_dtype(&(random(1, (n, v))? * LARGEST_LOGIT)?, dtype)?;
     let mut targets = random_ids(2, n, v as u32);
     targets
         .iter_mut()
@@ -76,9 +76,9 @@ fn columns(stats: &Tensor) -> Result<[Vec<f32>; 3]> {
 
 #[test]
 fn statistics_of_rows_match_the_reference() -> Result<()> {
-    on_each_device(|| {
+    on_each_device_in_each_type(|dtype| {
         for (n, v) in SHAPES {
-            let (logits, targets) = inputs(n, v)?;
+            let (logits, targets) = inputs(dtype, n, v)?;
             let ids = Tensor::new(&targets[..], &device())?;
             let stats = softmax_stats(&logits, &ids, 0)?;
             let (values, mut want_max) = (floats(&logits)?, Vec::new());
@@ -95,7 +95,7 @@ fn statistics_of_rows_match_the_reference() -> Result<()> {
             assert_eq!(hits, want_hits);
             let bound = rounding_error(EXP_ROUNDINGS + lane_roundings(v.min(1024)));
             let got = stats.narrow(1, 1, 1)?;
-            assert_close(&format!("sum {n}x{v}"), &got, &sums, bound);
+            assert_close(&format!("sum {n}x{v} {dtype:?}"), &got, &sums, bound);
         }
         Ok(())
     })
@@ -140,11 +140,11 @@ fn logits_of_minus_infinity_add_nothing() -> Result<()> {
 
 #[test]
 fn matches_the_reference() -> Result<()> {
-    on_each_device(|| {
+    on_each_device_in_each_type(|dtype| {
         for (n, v) in SHAPES {
-            let (logits, targets) = inputs(n, v)?;
+            let (logits, targets) = inputs(dtype, n, v)?;
             let (logits, grad) = (Var::from_tensor(&logits)?, random(3, n)?);
-            let what = format!("{n}x{v}");
+            let what = format!("{n}x{v} {dtype:?}");
             let loss = cross_entropy(&logits, &Tensor::new(&targets[..], &device())?)?;
             let (want_loss, want_grad) = reference(&doubles(&logits)?, &targets, &doubles(&grad)?);
             assert_close(&format!("loss {what}"), &loss, &want_loss, loss_bound(v));
@@ -162,9 +162,9 @@ fn matches_the_reference() -> Result<()> {
 
 #[test]
 fn shards_of_the_vocabulary_add_up_to_the_whole() -> Result<()> {
-    on_each_device(|| {
+    on_each_device_in_each_type(|dtype| {
         let (n, v) = (13, 97);
-        let (logits, targets) = inputs(n, v)?;
+        let (logits, targets) = inputs(dtype, n, v)?;
         let (grad, ids) = (random(3, n)?, Tensor::new(&targets[..], &device())?);
         // Uneven shards, one of them empty.
         let starts = [0, 40, 40, 90, v];
@@ -192,12 +192,14 @@ fn shards_of_the_vocabulary_add_up_to_the_whole() -> Result<()> {
 #[test]
 fn a_broken_logit_breaks_the_loss_of_its_row_only() -> Result<()> {
     on_each_device(|| {
-        let mut values = vec![0f32; 3 * 40];
-        values[5] = f32::NAN;
-        let logits = Tensor::from_vec(values, (3, 40), &device())?;
-        let loss =
-            cross_entropy(&logits, &Tensor::new(&[1u32, 2, 3], &device())?)?.to_vec1::<f32>()?;
-        assert!(loss[0].is_nan() && loss[1].is_finite() && loss[2].is_finite());
+        for at in [0, 1, 5, 50, 96] {
+            let mut values = vec![0f32; 3 * 97];
+            values[at] = f32::NAN;
+            let logits = Tensor::from_vec(values, (3, 97), &device())?;
+            let targets = Tensor::new(&[1u32, 2, 3], &device())?;
+            let loss = cross_entropy(&logits, &targets)?.to_vec1::<f32>()?;
+            assert!(loss[0].is_nan() && loss[1].is_finite() && loss[2].is_finite());
+        }
         Ok(())
     })
 }

@@ -1,15 +1,15 @@
 //! swiglu, geglu and rope: forward and gradients to the rounding errors of f32.
 
 use crate::check::{
-    EXP_ROUNDINGS, assert_close, device, doubles, floats, grads, on_each_device, random,
-    random_var, rounding_error,
+    EXP_ROUNDINGS, assert_close, device, doubles, floats, grads, in_dtype, on_each_device,
+    on_each_device_in_each_type, random, random_var_in, rounding_error,
 };
 use candle_core::{Result, Tensor, Var};
 use candle_ops::{geglu_backward, geglu_backward_and_output, geglu_forward, rope, swiglu};
 
 #[test]
 fn swiglu_matches_the_reference() -> Result<()> {
-    on_each_device(|| {
+    on_each_device_in_each_type(|dtype| {
         for shape in [
             vec![1],
             vec![2, 48],
@@ -17,8 +17,10 @@ fn swiglu_matches_the_reference() -> Result<()> {
             vec![2, 127, 99],
             vec![1000, 64],
         ] {
-            let gate = Var::from_tensor(&(random(1, shape.clone())? * 6.0)?)?;
-            let (up, dy) = (random_var(2, shape.clone())?, random(3, shape)?);
+            let gate = in_dtype(&(random(1, shape.clone())? * 6.0)?, dtype)?;
+            let gate = Var::from_tensor(&gate)?;
+            let up = random_var_in(dtype, 2, shape.clone())?;
+            let dy = in_dtype(&random(3, shape)?, dtype)?;
             let y = swiglu(&gate, &up)?;
             let (g, u, d) = (doubles(&gate)?, doubles(&up)?, doubles(&dy)?);
             let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
@@ -132,15 +134,17 @@ fn rotate(
 
 #[test]
 fn rope_matches_the_reference() -> Result<()> {
-    on_each_device(|| {
+    on_each_device_in_each_type(|dtype| {
         for (b, t, h, d) in [
             (1, 1, 1, 16),
             (2, 2, 3, 48),
             (2, 127, 4, 64),
             (1, 1000, 1, 128),
             (1, 3, 2, 2),
+            (1, 7, 2, 6),
         ] {
-            let (x, dy) = (random_var(1, (b, t, h, d))?, random(2, (b, t, h, d))?);
+            let x = random_var_in(dtype, 1, (b, t, h, d))?;
+            let dy = in_dtype(&random(2, (b, t, h, d))?, dtype)?;
             let angles = (random(3, (t, d / 2))? * 10.0)?;
             let (cos, sin) = (angles.cos()?, angles.sin()?);
             let y = rope(&x, &cos, &sin)?;

@@ -1,13 +1,13 @@
 //! Forward and gradients to the rounding errors of f32.
 
 use crate::check::{
-    assert_close, device, doubles, floats, grads, on_each_device, random, random_var,
+    assert_close, check_into, doubles, floats, grads, on_each_device, random, random_var,
     rounding_error,
 };
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
-    HeldRows, LinearWeight, PackedWeight, ProductChoice, linear, linear_bias_grad,
+    HeldRows, LinearWeight, PackedWeight, ProductChoice, add_into, linear, linear_bias_grad,
     linear_bias_grad_into, linear_forward, linear_forward_add, linear_input_grad,
     linear_input_grad_sum, linear_of_few_rows, linear_weight_grad, linear_weight_grad_into,
 };
@@ -168,39 +168,26 @@ fn pieces_match_the_reference() -> Result<()> {
                 n,
             );
             case.check("linear_bias_grad", &linear_bias_grad(dy)?, &case.db, n);
-            check_into(&case, "linear_weight_grad_into", &case.dw, |dst, add| {
+            let bound = rounding_error(n + 1);
+            let what = format!("linear_weight_grad_into of {}", case.what);
+            check_into(&what, &case.dw, bound, |dst, add| {
                 linear_weight_grad_into(dst, add, dy, x)
             })?;
-            check_into(&case, "linear_bias_grad_into", &case.db, |dst, add| {
+            let what = format!("linear_bias_grad_into of {}", case.what);
+            check_into(&what, &case.db, bound, |dst, add| {
                 linear_bias_grad_into(dst, add, dy)
             })?;
+            check_into("add_into", &doubles(x)?, rounding_error(1), |dst, add| {
+                add_into(dst, add, x)
+            })?;
+            assert_eq!(dx.dims(), x.dims());
+            assert!(linear_forward_add(&x.narrow(1, 0, 0)?, x, w).is_err());
+            let wrong = random(9, (other_out, num_in + 1))?;
+            assert!(linear_input_grad_sum(&[(dy, w), (&dy2, &wrong)]).is_err());
         }
+        assert!(linear_input_grad_sum(&[]).is_err());
         Ok(())
     })
-}
-
-/// What `write(dst, add)` leaves in a buffer: the sum over the rows, `want`, over anything or added to it.
-fn check_into(
-    case: &Case,
-    what: &str,
-    want: &[f64],
-    write: impl Fn(&Tensor, bool) -> Result<()>,
-) -> Result<()> {
-    let start = random(8, want.len())?;
-    let broken = Tensor::full(f32::NAN, want.len(), &device())?;
-    for (add, got, want) in [
-        (false, broken, want.to_vec()),
-        (true, start.copy()?, plus(want, &doubles(&start)?)),
-    ] {
-        write(&got, add)?;
-        case.check(
-            &format!("{what}, add {add},"),
-            &got,
-            &want,
-            case.sizes.0 + 1,
-        );
-    }
-    Ok(())
 }
 
 #[test]

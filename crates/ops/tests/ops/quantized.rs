@@ -238,15 +238,20 @@ fn any_number_of_threads_gives_the_same_bits() -> Result<()> {
 #[test]
 fn parts_of_a_buffer_that_are_not_aligned() -> Result<()> {
     on_each(|q| {
-        let xs = random(1, 1003)?;
-        let packed = quantize_rows(&xs.narrow(0, 1, 1000)?, q)?;
-        assert_eq!(
-            bytes(&packed)?,
-            bytes(&quantize_rows(&on_the_cpu(&xs)?.narrow(0, 1, 1000)?, q)?)?
-        );
-        let (first, rest) = (placed(&Tensor::new(&[9u8], &Device::Cpu)?)?, &packed);
-        let moved = Tensor::cat(&[&first, rest], 0)?.narrow(0, 1, packed.elem_count())?;
-        let (got, want) = (back(&moved, &[1000], q)?, back(&packed, &[1000], q)?);
+        let mut packed = Vec::new();
+        for dtype in DTYPES {
+            let xs = in_dtype(&random(1, 1003)?, dtype)?;
+            packed.push(quantize_rows(&xs.narrow(0, 1, 1000)?, q)?);
+            let on_the_cpu = on_the_cpu(&xs)?.narrow(0, 1, 1000)?;
+            assert_eq!(
+                bytes(packed.last().expect("the last"))?,
+                bytes(&quantize_rows(&on_the_cpu, q)?)?
+            );
+        }
+        let packed = &packed[0];
+        let first = placed(&Tensor::new(&[9u8], &Device::Cpu)?)?;
+        let moved = Tensor::cat(&[&first, packed], 0)?.narrow(0, 1, packed.elem_count())?;
+        let (got, want) = (back(&moved, &[1000], q)?, back(packed, &[1000], q)?);
         assert_eq!(floats(&got)?, floats(&want)?);
         Ok(())
     })

@@ -1,8 +1,8 @@
 //! Forward and gradients to the rounding errors of f32.
 
 use crate::check::{
-    assert_close, doubles, grads, lane_roundings, on_each_device, random, random_var,
-    rounding_error,
+    assert_close, assert_slopes, doubles, grads, in_dtype, lane_roundings, on_each_device,
+    on_each_device_in_each_type, random, random_var, random_var_in, rounding_error,
 };
 use candle_core::{Result, Tensor};
 use candle_ops::{rms_norm, rms_norm_backward};
@@ -52,30 +52,33 @@ const SHAPES: [(usize, usize); 9] = [
 
 #[test]
 fn matches_the_reference() -> Result<()> {
-    on_each_device(|| {
+    on_each_device_in_each_type(|dtype| {
         for (rows, h) in SHAPES {
-            let (x, w) = (random_var(1, (rows, h))?, random_var(2, h)?);
-            let (dy, residual) = (random(3, (rows, h))?, random(4, (rows, h))?);
+            let x = random_var_in(dtype, 1, (rows, h))?;
+            let w = random_var_in(dtype, 2, h)?;
+            let [dy, residual] = [3, 4].map(|seed| in_dtype(&random(seed, (rows, h))?, dtype));
+            let (dy, residual) = (dy?, residual?);
+            let what = |name: &str| format!("{name} {rows}x{h} {dtype:?}");
             let y = rms_norm(&x, &w, EPS)?;
             let (x64, w64) = (doubles(&x)?, doubles(&w)?);
             // The inverse root mean square, and two products.
             let bound = rounding_error(lane_roundings(h) + 4);
-            assert_close(&format!("y {rows}x{h}"), &y, &forward(&x64, &w64), bound);
+            assert_close(&what("y"), &y, &forward(&x64, &w64), bound);
             let [dx, dw] = grads(&y, &dy, [&x, &w])?;
             let (want_dx, want_dw) = backward(&x64, &w64, &doubles(&dy)?);
             // A second sum over the row, and five operations.
             let bound = rounding_error(2 * lane_roundings(h) + 8);
-            assert_close(&format!("dx {rows}x{h}"), &dx, &want_dx, bound);
+            assert_close(&what("dx"), &dx, &want_dx, bound);
             let both: Vec<f64> = want_dx
                 .iter()
                 .zip(doubles(&residual)?)
                 .map(|(a, b)| a + b)
                 .collect();
             let (dx, _) = rms_norm_backward(&x, &w, &dy, EPS, Some(&residual), false)?;
-            assert_close(&format!("dx + residual {rows}x{h}"), &dx, &both, bound);
+            assert_close(&what("dx + residual"), &dx, &both, bound);
             // Rows are added 16 at a time.
             let bound = rounding_error(lane_roundings(h) + 6 + rows.min(16) + rows / 16);
-            assert_close(&format!("dw {rows}x{h}"), &dw, &want_dw, bound);
+            assert_close(&what("dw"), &dw, &want_dw, bound);
         }
         Ok(())
     })
@@ -106,29 +109,11 @@ fn a_row_of_one_element() -> Result<()> {
 #[test]
 fn reference_matches_finite_differences() -> Result<()> {
     let (x, w, dy) = (random(1, (3, 7))?, random(2, 7)?, random(3, (3, 7))?);
-    let (mut x, mut w, dy) = (doubles(&x)?, doubles(&w)?, doubles(&dy)?);
-    let loss =
-        |x: &[f64], w: &[f64]| -> f64 { forward(x, w).iter().zip(&dy).map(|(y, dy)| y * dy).sum() };
+    let (x, w, dy) = (doubles(&x)?, doubles(&w)?, doubles(&dy)?);
     let (dx, dw) = backward(&x, &w, &dy);
-    const STEP: f64 = 1e-6;
-    for i in 0..x.len() {
-        let at = x[i];
-        let [plus, minus] = [at + STEP, at - STEP].map(|value| {
-            x[i] = value;
-            loss(&x, &w)
-        });
-        x[i] = at;
-        assert!(((plus - minus) / (2.0 * STEP) - dx[i]).abs() < 1e-8);
-    }
-    for i in 0..w.len() {
-        let at = w[i];
-        let [plus, minus] = [at + STEP, at - STEP].map(|value| {
-            w[i] = value;
-            loss(&x, &w)
-        });
-        w[i] = at;
-        assert!(((plus - minus) / (2.0 * STEP) - dw[i]).abs() < 1e-8);
-    }
+    assert_slopes([dx, dw], [x, w], |[x, w]| {
+        forward(x, w).iter().zip(&dy).map(|(y, dy)| y * dy).sum()
+    });
     Ok(())
 }
 

@@ -1,15 +1,16 @@
 //! Tensors without elements pass through forward and backward. (In candle's graph on the CPU only: candle itself allocates
 //! nothing for them, which GPUs refuse.)
 
+use crate::attention_reference::both_passes;
 use crate::check::{device, floats, grads, on_each_device, placed, random, random_var};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
-    AttentionGrad, AttentionSpec, HeadGroups, RopeDirection, attention_backward, attention_forward,
-    causal_attention, cross_entropy, cross_entropy_grad, embedding, embedding_forward,
-    embedding_grad_into, layer_norm, layer_norm_backward, layer_norm_forward, linear,
-    linear_bias_grad, linear_forward, linear_forward_add, linear_input_grad, linear_weight_grad,
-    linear_weight_grad_into, rms_norm, rms_norm_backward, rms_norm_forward, rope, rope_in_place,
-    softmax_stats, swiglu, swiglu_backward, swiglu_backward_and_output, swiglu_forward,
+    AttentionSpec, HeadGroups, RopeDirection, causal_attention, cross_entropy, cross_entropy_grad,
+    embedding, embedding_forward, embedding_grad_into, layer_norm, layer_norm_backward,
+    layer_norm_forward, linear, linear_bias_grad, linear_forward, linear_forward_add,
+    linear_input_grad, linear_weight_grad, linear_weight_grad_into, rms_norm, rms_norm_backward,
+    rms_norm_forward, rope, rope_in_place, softmax_stats, swiglu, swiglu_backward,
+    swiglu_backward_and_output, swiglu_forward,
 };
 
 /// The gradients of `vars`, after a look at the shape of the value.
@@ -159,20 +160,11 @@ fn pieces_with_ids_and_heads() -> Result<()> {
                 window: Some(2),
                 ..AttentionSpec::new(1.0, HeadGroups::new(2))
             };
-            let (out, log_sum_exp) = attention_forward(&q, &k, &k, &spec)?;
+            let [out, log_sum_exp, dq, dk, dv] = both_passes([&q, &k, &k, &q], &spec)?;
             assert_eq!(
                 (out.dims(), log_sum_exp.dims()),
                 (q.dims(), &[b, hq, t][..])
             );
-            let pass = AttentionGrad {
-                q: &q,
-                k: &k,
-                v: &k,
-                out: Some(&out),
-                log_sum_exp: &log_sum_exp,
-                grad: &q,
-            };
-            let (dq, dk, dv) = attention_backward(&pass, &spec)?;
             assert_eq!(dq.dims(), q.dims());
             for grad in [dk, dv] {
                 assert_eq!(floats(&grad)?, vec![0.0; k.elem_count()]);

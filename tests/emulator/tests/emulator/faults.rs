@@ -12,7 +12,7 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 /// A kernel of the project; what looks like compiled code stands for the project's own modules.
-fn kernel(context: &Arc<CudaContext>, name: &str) -> CudaFunction {
+pub fn kernel(context: &Arc<CudaContext>, name: &str) -> CudaFunction {
     let image = [&b"\x7fELF"[..], &[0; 12]].concat();
     let module = context.load_module(Ptx::from_binary(image)).unwrap();
     module.load_function(name).unwrap()

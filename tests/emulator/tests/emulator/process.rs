@@ -5,11 +5,16 @@ use std::process::{Command, Output};
 /// Set in the process that a test starts.
 const INNER: &str = "EMULATOR_TEST_INNER";
 
+/// Whether this is such a process.
+pub fn is_own_process() -> bool {
+    std::env::var_os(INNER).is_some()
+}
+
 /// Calls `body` in a process of its own, with some environment variables; `test` is the calling test's name.
 ///
 /// Returns how it ended and what it wrote; nothing in that process.
 pub fn in_own_process(test: &str, environment: &[(&str, &str)], body: impl Fn()) -> Option<Output> {
-    if std::env::var_os(INNER).is_some() {
+    if is_own_process() {
         body();
         return None;
     }

@@ -55,13 +55,3 @@ extern "C" const char* shim_launch_grid(const unsigned int grid[3], const unsign
     bool intact = std::all_of(behind, behind + GUARD_BYTES, [](unsigned char byte) { return byte == POISON; });
     return intact ? nullptr : "a block wrote beyond its shared memory";
 }
-
-// The same with one-dimensional blocks of whole warps, which is what the project's kernels ask for.
-extern "C" const char* shim_launch(const unsigned int grid[3], unsigned int block_size, size_t shared_bytes,
-                                   uint64_t seed, void (*kernel)(void*), void* arguments) {
-    if (block_size == 0 || block_size % WARP_SIZE != 0 || block_size > 1024) {
-        return "the block is not 1 to 32 whole warps";
-    }
-    const unsigned int block[3] = {block_size, 1, 1};
-    return shim_launch_grid(grid, block, shared_bytes, seed, kernel, arguments);
-}

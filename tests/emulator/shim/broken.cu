@@ -1,10 +1,10 @@
-// Kernels with one mistake each: the tests prove that the shim notices.
+// Kernels with one mistake each: the tests prove that the shim notices. All have the same arguments, which some do not use.
 #include "../../../crates/ops/kernels/reduce.cuh"
 
 // No barrier between writing and reading what another thread wrote.
-extern "C" __global__ void broken_without_barrier(float* reversed, const float* src) {
+extern "C" __global__ void broken_without_barrier(float* first, float*, const float* src) {
     shared[threadIdx.x] = src[threadIdx.x];
-    reversed[threadIdx.x] = shared[blockDim.x - 1 - threadIdx.x];
+    first[threadIdx.x] = shared[blockDim.x - 1 - threadIdx.x];
 }
 
 // No barrier before shared memory is written again.
@@ -28,38 +28,39 @@ extern "C" __global__ void broken_second_reduction(float* first, float* second, 
 }
 
 // A barrier that some threads never reach.
-extern "C" __global__ void broken_divergent_barrier(float* dst) {
+extern "C" __global__ void broken_divergent_barrier(float* first, float*, const float*) {
     if (threadIdx.x < 40) {
         __syncthreads();
     }
-    dst[threadIdx.x] = 1.0f;
+    first[threadIdx.x] = 1.0f;
 }
 
 // A shuffle without one lane.
-extern "C" __global__ void broken_shuffle(float* dst) {
+extern "C" __global__ void broken_shuffle(float* first, float*, const float*) {
     if (threadIdx.x != 7) {
-        dst[threadIdx.x] = reduce_lanes<Sum>(1.0f, WARP_SIZE);
+        first[threadIdx.x] = reduce_lanes<Sum>(1.0f, WARP_SIZE);
     }
-}
-
-// One element beyond the end.
-extern "C" __global__ void broken_bound(float* dst, i64 len) {
-    if (thread_index() <= len) {
-        dst[thread_index()] = 1.0f;
-    }
-}
-
-// Shared memory that the launch did not ask for.
-extern "C" __global__ void broken_shared_size() {
-    shared[threadIdx.x] = 1.0f;
 }
 
 // Shared memory that nothing was written to.
-extern "C" __global__ void broken_uninitialised(float* dst) {
-    dst[threadIdx.x] = shared[threadIdx.x];
+extern "C" __global__ void broken_uninitialised(float* first, float*, const float*) {
+    first[threadIdx.x] = shared[threadIdx.x];
 }
 
-// The same with the barriers in place.
+// 16 bytes at once from an address that is a multiple of 4.
+extern "C" __global__ void broken_alignment(float* first, float*, const float* src) {
+    struct alignas(16) Four {
+        float at[4];
+    };
+    first[threadIdx.x] = reinterpret_cast<const Four*>(src + 1)->at[0];
+}
+
+// A sum that has no place in its type.
+extern "C" __global__ void broken_overflow(float* first, float*, const float* src) {
+    first[threadIdx.x] = (float)(0x7fffffff + (int)src[threadIdx.x]);
+}
+
+// As broken_reuse, with the barriers in place.
 extern "C" __global__ void sound_reuse(float* first, float* second, const float* src) {
     shared[threadIdx.x] = src[threadIdx.x];
     __syncthreads();
