@@ -19,9 +19,9 @@ const ROWS_AT_ONCE: usize = 4;
 /// Columns of the result that are summed at once: as many rows of the matrix are read side by side, which memory serves faster than one.
 pub(crate) const COLS_AT_ONCE: usize = 4;
 /// Products that are summed before they are added to the others: values of so many of 16 rows fit the first-level cache, or nearly.
-pub(crate) const SEGMENT: usize = 512;
+const SEGMENT: usize = 512;
 /// Bytes of the matrix that a task reads: some microseconds.
-pub(crate) const TASK_BYTES: usize = 1 << 17;
+const TASK_BYTES: usize = 1 << 17;
 
 /// The rows of a matrix.
 pub(crate) trait WeightRows: Sync {
@@ -76,8 +76,7 @@ impl RowsOfF32 {
         }
     }
 
-    /// Those of a row, after which zeros fill the last line.
-    pub(crate) fn values(&self, row: usize, places: Range<usize>) -> &[f32] {
+    fn values(&self, row: usize, places: Range<usize>) -> &[f32] {
         &floats(&self.lines[row * self.row_lines..][..self.row_lines])[places]
     }
 }

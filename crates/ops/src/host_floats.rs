@@ -1,7 +1,7 @@
 //! Tensors of f32, bf16 or f16 in host memory: the check that an operation makes first, and the values where they are.
 
 use crate::host::{Values, detached};
-use candle_core::{DType, Device, Error, Result, Tensor, WithDType, bail};
+use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
 /// A contiguous, detached tensor of f32, bf16 or f16 on the CPU.
 #[derive(Clone)]
@@ -48,16 +48,12 @@ pub(crate) fn one_dtype(op: &str, arguments: &[(&str, &HostFloats)]) -> Result<D
     };
     for (what, other) in rest {
         if other.dtype() != host.dtype() {
-            return Err(two_dtypes(op, (first, host.dtype()), (what, other.dtype())));
+            bail!(
+                "{op}: {first} and {what} must have one dtype, got {:?} and {:?}\nhint: convert one of them with to_dtype",
+                host.dtype(),
+                other.dtype()
+            )
         }
     }
     Ok(host.dtype())
-}
-
-/// Says that arguments of `op` have two types and must have one.
-pub(crate) fn two_dtypes(op: &str, first: (&str, DType), second: (&str, DType)) -> Error {
-    Error::msg(format!(
-        "{op}: {} and {} must have one dtype, got {:?} and {:?}\nhint: convert one of them with to_dtype",
-        first.0, second.0, first.1, second.1
-    ))
 }

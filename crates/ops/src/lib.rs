@@ -70,7 +70,6 @@ mod op_timer;
 mod op_times;
 mod packed;
 mod packed_weight;
-mod panel_rows;
 mod processor;
 #[cfg(target_arch = "x86_64")]
 mod product;

@@ -13,10 +13,10 @@ use crate::half_precision::widened;
 use crate::host::HostU8;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::linear_grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
-use crate::matrix::Addend;
+use crate::matrix::{Addend, Factors, Matrix};
 use crate::matrix_product::{new_product, parallel_product};
 use crate::op_timer;
-use crate::packed_weight::{LinearWeight, WeightUse};
+use crate::packed_weight::{LinearWeight, PackedWeight, WeightUse};
 use crate::{OpOutput, ProductChoice, ProductSize, with_backward2, with_backward3};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -118,7 +118,10 @@ pub fn linear_of_few_rows(
     if let Some(added) = &added {
         one_dtype(op, &[("xs", &xs), ("bias or residual", added)])?;
     }
-    let in_f32 = by_float!(xs.dtype(), T => rows_of_f32(&xs.read_as::<T>(), rows, num_in));
+    let in_f32 = by_float!(xs.dtype(), T => {
+        let xs = xs.read_as::<T>();
+        RowsOfF32::new((0..rows).map(|row| &xs[row * num_in..][..num_in]), num_in)
+    });
     let mut sums = if form == HeldRows::Floats {
         let weight = HostFloats::new(op, "weight", weight)?;
         by_float!(weight.dtype(), T => {
@@ -195,6 +198,10 @@ impl LinearWeight<'_> {
 
 fn forward_add(residual: &Tensor, xs: &Tensor, weight: LinearWeight<'_>) -> Result<Tensor> {
     let op = "linear_forward_add";
+    let LinearWeight {
+        values: weight,
+        packed,
+    } = weight;
     let dims = dims(op, xs, weight)?;
     if residual.dims() != dims {
         bail!(
@@ -203,30 +210,34 @@ fn forward_add(residual: &Tensor, xs: &Tensor, weight: LinearWeight<'_>) -> Resu
         )
     }
     on_cuda!(xs => {
-        let (weight, residual) = (weight.on_gpu(op)?, Added::Residual(residual));
+        let residual = Added::Residual(residual);
         Ok(crate::cuda::linear_forward(op, &dims, xs, weight, residual)?.into_tensor())
     });
+    let _timer = op_timer::product(op, &dims, weight.dims()[1], [xs.dtype(); 2]);
     let product = Rows::new(op, xs, weight)?;
-    let _timer = op_timer::product(op, &dims, product.num_in, [xs.dtype(); 2]);
     let residual = HostFloats::new(op, "residual", residual)?;
     one_dtype(op, &[("residual", &residual), ("xs", &product.xs)])?;
-    by_float!(product.xs.dtype(), T => {
-        let y = product.compute::<T>(Addend::Values(&residual.read_as()))?;
-        Ok(OpOutput::of(y, dims).into_tensor())
-    })
+    Ok(by_float!(product.xs.dtype(), T => {
+        let y = product.compute::<T>(Addend::Values(&residual.read_as()), packed);
+        OpOutput::of(y, dims).into_tensor()
+    }))
 }
 
 fn forward(xs: &Tensor, weight: LinearWeight<'_>, bias: Option<&Tensor>) -> Result<OpOutput> {
+    let LinearWeight {
+        values: weight,
+        packed,
+    } = weight;
     let dims = dims(NAME, xs, weight)?;
-    let (num_out, num_in) = weight.dims(NAME)?;
+    let num_out = weight.dims()[0];
     if let Some(bias) = bias.filter(|bias| bias.dims() != [num_out]) {
         bail!("{NAME}: expected bias ({num_out}), got {:?}", bias.dims())
     }
     on_cuda!(xs => {
         let bias = bias.map_or(Added::Nothing, Added::Bias);
-        crate::cuda::linear_forward(NAME, &dims, xs, weight.on_gpu(NAME)?, bias)
+        crate::cuda::linear_forward(NAME, &dims, xs, weight, bias)
     });
-    let _timer = op_timer::product(NAME, &dims, num_in, [xs.dtype(); 2]);
+    let _timer = op_timer::product(NAME, &dims, weight.dims()[1], [xs.dtype(); 2]);
     let product = Rows::new(NAME, xs, weight)?;
     let bias = match bias {
         Some(bias) => {
@@ -236,31 +247,30 @@ fn forward(xs: &Tensor, weight: LinearWeight<'_>, bias: Option<&Tensor>) -> Resu
         }
         None => None,
     };
-    by_float!(product.xs.dtype(), T => {
+    Ok(by_float!(product.xs.dtype(), T => {
         let addend = bias.as_deref().map_or(Addend::Nothing, Addend::Bias);
-        Ok(OpOutput::of(product.compute::<T>(addend)?, dims))
-    })
+        OpOutput::of(product.compute::<T>(addend, packed), dims)
+    }))
 }
 
 /// `x W^T`, checked and ready to be computed.
-struct Rows<'a> {
-    op: &'a str,
+struct Rows {
     xs: HostFloats,
-    weight: LinearWeight<'a>,
+    weight: HostFloats,
     rows: usize,
     num_in: usize,
     num_out: usize,
 }
 
-impl<'a> Rows<'a> {
-    fn new(op: &'a str, xs: &Tensor, weight: LinearWeight<'a>) -> Result<Self> {
-        let (num_out, num_in) = weight.dims(op)?;
+impl Rows {
+    fn new(op: &str, xs: &Tensor, weight: &Tensor) -> Result<Self> {
+        let (num_out, num_in) = weight_dims(op, weight)?;
         let (rows, _) = rows_of(op, "xs", xs, num_in)?;
         ProductChoice::from_env()?;
         let xs = HostFloats::new(op, "xs", xs)?;
-        weight.check_dtype(op, "xs", xs.dtype())?;
+        let weight = HostFloats::new(op, "weight", weight)?;
+        one_dtype(op, &[("xs", &xs), ("weight", &weight)])?;
         Ok(Self {
-            op,
             xs,
             weight,
             rows,
@@ -270,35 +280,30 @@ impl<'a> Rows<'a> {
     }
 
     /// The product of values of `T`.
-    fn compute<T: Element>(&self, addend: Addend<'_, T>) -> Result<Vec<T>> {
-        let (rows, num_in, num_out) = (self.rows, self.num_in, self.num_out);
-        let xs = &*self.xs.read_as::<T>();
-        if let Some(weight) = self.weight.held_rows().filter(|_| rows <= MAX_ROWS) {
-            let mut sums = weight.products(rows, &rows_of_f32(xs, rows, num_in));
-            return Ok(new_product(rows, num_out, |ys| {
-                ys.put_sums(addend, &mut sums)
-            }));
-        }
+    fn compute<T: Element>(&self, addend: Addend<'_, T>, packed: Option<&PackedWeight>) -> Vec<T> {
+        let (xs, weight) = (self.xs.read_as::<T>(), self.weight.read_as::<T>());
+        let factors = self.factors(&xs, &weight);
         let size = ProductSize {
-            rows,
-            cols: num_out,
-            num_k: num_in,
+            rows: self.rows,
+            cols: self.num_out,
+            num_k: self.num_in,
         };
-        let weight = (self.weight).right::<T>(self.op, WeightUse::Forward, size)?;
-        let values = weight.read::<T>();
-        let factors = weight.factors(xs, rows, values.as_deref());
-        Ok(parallel_product(addend, &[factors]))
+        let panels = packed.and_then(|packed| packed.panels(WeightUse::Forward, size, factors.rhs));
+        let panels = panels.as_deref();
+        parallel_product(addend, &[Factors { panels, ..factors }])
+    }
+
+    fn factors<'a, T>(&self, xs: &'a [T], weight: &'a [T]) -> Factors<'a, T> {
+        Factors::new(
+            Matrix::new(xs, self.rows, self.num_in, self.num_in),
+            Matrix::new(weight, self.num_out, self.num_in, self.num_in).t(),
+        )
     }
 }
 
-/// `rows` rows of so many values in f32.
-fn rows_of_f32<T: Element>(values: &[T], rows: usize, len: usize) -> RowsOfF32 {
-    RowsOfF32::new((0..rows).map(|row| &values[row * len..][..len]), len)
-}
-
 /// Shape of `xs W^T`.
-fn dims(op: &str, xs: &Tensor, weight: LinearWeight<'_>) -> Result<Vec<usize>> {
-    let (num_out, num_in) = weight.dims(op)?;
+fn dims(op: &str, xs: &Tensor, weight: &Tensor) -> Result<Vec<usize>> {
+    let (num_out, num_in) = weight_dims(op, weight)?;
     let (_, leading) = rows_of(op, "xs", xs, num_in)?;
     Ok([leading, &[num_out]].concat())
 }

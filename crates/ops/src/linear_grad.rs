@@ -7,7 +7,7 @@ use crate::element::{Element, by_float};
 use crate::half_precision::add_values;
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::in_place::{len_must_be, write};
-use crate::linear::rows_of;
+use crate::linear::{rows_of, weight_dims};
 use crate::matrix::{Addend, Factors, Matrix, MatrixMut};
 use crate::matrix_product::parallel_product;
 use crate::op_timer;
@@ -56,54 +56,60 @@ impl LinearWeight<'_> {
     }
 }
 
-fn input_grad(op: &'static str, terms: &[(&Tensor, LinearWeight<'_>)]) -> Result<Tensor> {
-    let Some((first, _)) = terms.first() else {
+fn input_grad(op: &'static str, weighted: &[(&Tensor, LinearWeight<'_>)]) -> Result<Tensor> {
+    let Some((first, _)) = weighted.first() else {
         bail!("{op}: expected at least one term, got none")
     };
+    let terms = weighted.iter().map(|(dy, weight)| (*dy, weight.values));
+    let terms: &[(&Tensor, &Tensor)] = &terms.collect::<Vec<_>>();
     let dims = dims_of_sum(op, terms)?;
-    on_cuda!(first => {
-        let terms = terms.iter().map(|(dy, weight)| Ok((*dy, weight.on_gpu(op)?)));
-        crate::cuda::linear_input_grad(op, &dims, &terms.collect::<Result<Vec<_>>>()?)
-    });
-    let rows = dims.iter().rev().skip(1).product();
-    let mut size = ProductSize {
-        rows,
-        cols: dims[dims.len() - 1],
-        num_k: 0,
-    };
+    on_cuda!(first => crate::cuda::linear_input_grad(op, &dims, terms));
+    let all_out = terms.iter().map(|(_, weight)| weight.dims()[0]).sum();
+    let _timer = op_timer::product(op, &dims, all_out, [first.dtype(); 2]);
+    ProductChoice::from_env()?;
     let mut hosts = Vec::with_capacity(terms.len());
     for (dy, weight) in terms {
-        let (num_out, _) = weight.dims(op)?;
-        size.num_k += num_out;
         let dy = HostFloats::new(op, "dy", dy)?;
-        weight.check_dtype(op, "dy", dy.dtype())?;
-        hosts.push(dy);
+        let weight = HostFloats::new(op, "weight", weight)?;
+        one_dtype(op, &[("dy", &dy), ("weight", &weight)])?;
+        hosts.push((dy, weight));
     }
-    let _timer = op_timer::product(op, &dims, size.num_k, [first.dtype(); 2]);
-    ProductChoice::from_env()?;
-    by_float!(first.dtype(), T => {
-        let weights = terms.iter();
-        let weights = weights.map(|(_, weight)| weight.right::<T>(op, WeightUse::InputGrad, size));
-        let weights = weights.collect::<Result<Vec<_>>>()?;
-        let values = hosts.iter().zip(&weights);
-        let values = values.map(|(dy, weight)| (dy.read_as::<T>(), weight.read::<T>()));
+    let rows = dims.iter().rev().skip(1).product();
+    Ok(by_float!(first.dtype(), T => {
+        let values = hosts.iter().map(|(dy, weight)| (dy.read_as::<T>(), weight.read_as::<T>()));
         let values: Vec<_> = values.collect();
-        let factors = weights.iter().zip(&values).map(|(weight, (dy, values))| {
-            weight.factors(dy, rows, values.as_deref())
+        let factors = terms.iter().zip(&values).map(|((_, weight), (dy, weight_values))| {
+            let (num_out, num_in) = weight_dims(op, weight)?;
+            Ok(Factors::new(
+                Matrix::new(dy, rows, num_out, num_out),
+                Matrix::new(weight_values, num_out, num_in, num_in),
+            ))
         });
-        let factors: Vec<_> = factors.collect();
-        let dxs = parallel_product::<T, T>(Addend::Nothing, &factors);
-        Ok(OpOutput::of(dxs, dims).into_tensor())
-    })
+        let mut factors: Vec<_> = factors.collect::<Result<_>>()?;
+        let panels = weighted.iter().zip(&factors).map(|((_, weight), factors)| {
+            let packed = weight.packed?;
+            let size = ProductSize {
+                rows,
+                cols: factors.rhs.cols,
+                num_k: all_out,
+            };
+            packed.panels(WeightUse::InputGrad, size, factors.rhs)
+        });
+        let panels: Vec<_> = panels.collect();
+        for (factors, panels) in factors.iter_mut().zip(&panels) {
+            factors.panels = panels.as_deref();
+        }
+        OpOutput::of(parallel_product::<T, T>(Addend::Nothing, &factors), dims).into_tensor()
+    }))
 }
 
 /// The shape that all terms `dy W` have, at least one, all of one dtype.
-fn dims_of_sum(op: &str, terms: &[(&Tensor, LinearWeight<'_>)]) -> Result<Vec<usize>> {
+fn dims_of_sum(op: &str, terms: &[(&Tensor, &Tensor)]) -> Result<Vec<usize>> {
     let (first, weight) = terms[0];
-    let (num_out, num_in) = weight.dims(op)?;
+    let (num_out, num_in) = weight_dims(op, weight)?;
     let (_, leading) = rows_of(op, "dy", first, num_out)?;
     for (dy, weight) in terms {
-        let (num_out, term_in) = weight.dims(op)?;
+        let (num_out, term_in) = weight_dims(op, weight)?;
         let (_, term_leading) = rows_of(op, "dy", dy, num_out)?;
         if dy.dtype() != first.dtype() {
             bail!(
@@ -114,8 +120,9 @@ fn dims_of_sum(op: &str, terms: &[(&Tensor, LinearWeight<'_>)]) -> Result<Vec<us
         }
         if term_in != num_in || term_leading != leading {
             bail!(
-                "{op}: expected terms that add up to {leading:?} rows of {num_in}, got dy {:?} and weight ({num_out}, {term_in})",
-                dy.dims()
+                "{op}: expected terms that add up to {leading:?} rows of {num_in}, got dy {:?} and weight {:?}",
+                dy.dims(),
+                weight.dims()
             )
         }
     }

@@ -63,25 +63,6 @@ impl<'a, T> Matrix<'a, T> {
         }
     }
 
-    /// `rows` rows of `cols` elements of which none is there, as something else stands for them.
-    pub(crate) fn without_values(rows: usize, cols: usize) -> Self {
-        Self {
-            data: &[],
-            rows,
-            cols,
-            row_stride: cols,
-            col_stride: 1,
-        }
-    }
-
-    /// Whether all elements are there.
-    pub(crate) fn has_values(&self) -> bool {
-        let last = |count: usize, stride: usize| count.saturating_sub(1) * stride;
-        let is_empty = self.rows == 0 || self.cols == 0;
-        let last = last(self.rows, self.row_stride) + last(self.cols, self.col_stride);
-        is_empty || last < self.data.len()
-    }
-
     /// `count` columns from `first` on.
     pub(crate) fn columns(self, first: usize, count: usize) -> Self {
         Self {

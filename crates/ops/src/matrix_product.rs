@@ -80,7 +80,6 @@ impl<Out: Element> MatrixMut<'_, Out> {
         addend: Addend<'_, Out>,
         factors: &[Factors<'_, T>],
     ) {
-        assert!(factors.iter().all(|factors| factors.rhs.has_values()));
         let multiplications =
             |factors: &Factors<'_, T>| factors.lhs.rows * factors.lhs.cols * factors.rhs.cols;
         let multiplications: usize = factors.iter().map(multiplications).sum();

@@ -25,9 +25,8 @@ mod transpose;
 
 use crate::element::Element;
 use crate::lines::Line;
-use crate::matrix::{Addend, Factors, MatrixMut};
-use crate::panel_rows::PanelSource;
-use crate::processor::{has_avx512, has_avx512_bf16};
+use crate::matrix::{Addend, Factors, Matrix, MatrixMut};
+use crate::processor::has_avx512;
 use crate::{MatmulPrecision, ProductChoice, ProductSize};
 pub(crate) use amx::Amx;
 use blocks::multiply;
@@ -99,56 +98,38 @@ pub(crate) fn panel_bytes<T: Element>(num_k: usize, cols: usize) -> Option<usize
     Some(num_lines * size_of::<Line>())
 }
 
-/// Whether panels of values of `T` hold each as it is, and all products read the same ones: not those of f32 in parts, as small products multiply f32.
-pub(crate) fn panels_hold_values<T: Element>() -> bool {
-    match instructions::<T>(ANY_SIZE, MatmulPrecision::get()) {
-        None => false,
-        Some(Instructions::MultiplyAdds) => true,
-        // Without these instructions what stands for tiles makes small values 0, as the instructions do with f32.
-        Some(_) => T::DTYPE == DType::BF16 && has_avx512_bf16(),
-    }
-}
-
-/// Whether a product of this size, which may be of more values along `k`, reads these panels of a right matrix (k, cols).
-pub(crate) fn panels_fit<T: Element>(
-    panels: &Panels,
-    (num_k, cols): (usize, usize),
-    size: ProductSize,
-) -> bool {
-    let mut fit = false;
-    with_kernel!(T, size, MatmulPrecision::get(), K => fit = panels.fit::<K>(num_k, cols));
-    fit
-}
-
-/// The panels of a right matrix for a product of this size that [is worth it](is_worth_it), which may be of more values along `k`; in the memory of others if
-/// there is room and nobody reads them.
+/// Writes the panels of a right matrix for a product of this size that [is worth it](is_worth_it), which may be of more values along `k`; if they are not those
+/// already that it reads.
 pub(crate) fn fill_panels<T: Element>(
-    panels: Option<Arc<Panels>>,
-    source: &PanelSource<'_, T>,
+    panels: &mut Arc<Panels>,
+    is_filled: bool,
+    matrix: Matrix<'_, T>,
     size: ProductSize,
-) -> Arc<Panels> {
-    let mut filled = None;
+) {
+    let precision = MatmulPrecision::get();
     // SAFETY: the processor has what the kernel needs.
-    unsafe {
-        with_kernel!(T, size, MatmulPrecision::get(), K => filled = Some(fill::<K, T>(panels, source)))
-    };
-    filled.unwrap_or_else(|| unreachable!("a product that is worth it has a kernel"))
+    unsafe { with_kernel!(T, size, precision, K => fill::<K, T>(panels, is_filled, matrix)) };
 }
 
 /// # Safety
 /// The processor has what the kernel needs.
 unsafe fn fill<K: Kernel, T: Element>(
-    panels: Option<Arc<Panels>>,
-    source: &PanelSource<'_, T>,
-) -> Arc<Panels> {
-    let (num_k, cols) = source.dims();
+    panels: &mut Arc<Panels>,
+    is_filled: bool,
+    matrix: Matrix<'_, T>,
+) {
+    let (num_k, cols) = (matrix.rows, matrix.cols);
+    if is_filled && panels.fit::<K>(num_k, cols) {
+        return;
+    }
     // A product may still read the old ones; those of the kernels that need most have room for those of the others.
-    let panels = panels.and_then(|panels| Arc::try_unwrap(panels).ok());
-    let panels = panels.and_then(|panels| panels.reuse::<K>(num_k, cols));
-    let mut panels = panels.unwrap_or_else(|| Panels::new::<K>(num_k, cols));
-    // SAFETY: as promised by the caller.
-    unsafe { panels.pack::<K, T>(source) };
-    Arc::new(panels)
+    if !Arc::get_mut(panels).is_some_and(|panels| panels.reuse::<K>(num_k, cols)) {
+        *panels = Arc::new(Panels::new::<K>(num_k, cols));
+    }
+    if let Some(panels) = Arc::get_mut(panels) {
+        // SAFETY: as promised by the caller.
+        unsafe { panels.pack::<K, T>(matrix) };
+    }
 }
 
 /// The kernels, by what they multiply with.
@@ -219,7 +200,6 @@ mod tests {
     use crate::element::Element;
     use crate::lines::Line;
     use crate::matrix::{Addend, Factors, Matrix, MatrixMut};
-    use crate::panel_rows::PanelSource;
     use crate::processor::has_amx;
     use crate::processor::{has_avx512, has_avx512_bf16};
     use half::{bf16, f16};
@@ -312,15 +292,14 @@ mod tests {
                     let panels = [0, 1].map(|i| {
                         let Factors { rhs, .. } = factors[i];
                         // In memory of the kernel that needs most, or in new memory, as there is too little.
-                        let panels = match i {
+                        let mut panels = Arc::new(match i {
                             0 => Panels::new::<Amx<3>>(rhs.rows, rhs.cols),
                             _ => Panels::new::<K>(rhs.rows / 2, rhs.cols),
-                        };
-                        let place = panels.place();
-                        let panels = Some(Arc::new(panels));
+                        });
+                        let place = Arc::as_ptr(&panels);
                         // SAFETY: as above.
-                        let panels = unsafe { fill::<K, T>(panels, &PanelSource::Matrix(rhs)) };
-                        assert!(i > 0 || panels.place() == place);
+                        unsafe { fill::<K, T>(&mut panels, false, rhs) };
+                        assert!(i > 0 || Arc::as_ptr(&panels) == place);
                         panels
                     });
                     let with_panels = |i: usize| Factors {

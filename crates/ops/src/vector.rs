@@ -29,9 +29,6 @@ pub(crate) trait Vector: Copy {
     /// As many integers as there are lanes, from `place` on.
     unsafe fn of_i8(place: *const i8) -> Self;
 
-    /// The bf16 in the lower halves of as many lanes of 32 bits as there are lanes, from `place` on, and those in the upper ones.
-    unsafe fn of_pairs(place: *const u32) -> [Self; 2];
-
     /// `scale * code - min` for the codes of 4 bits in as many bytes as there are lanes, from `place` on: those in the lower halves by the first factors, then
     /// those in the upper halves by the others.
     unsafe fn of_nibbles(place: *const u8, scales: [f32; 2], mins: [f32; 2]) -> [Self; 2];
@@ -141,16 +138,6 @@ impl Vector for [f32; 8] {
     }
 
     #[inline(always)]
-    unsafe fn of_pairs(place: *const u32) -> [Self; 2] {
-        // SAFETY: as promised by the caller.
-        let pairs: [u32; 8] = std::array::from_fn(|i| unsafe { place.add(i).read() });
-        [
-            pairs.map(|pair| f32::from_bits(pair << 16)),
-            pairs.map(|pair| f32::from_bits(pair & 0xffff_0000)),
-        ]
-    }
-
-    #[inline(always)]
     unsafe fn of_nibbles(place: *const u8, scales: [f32; 2], mins: [f32; 2]) -> [Self; 2] {
         // SAFETY: as promised by the caller.
         let codes: [u8; 8] = std::array::from_fn(|i| unsafe { place.add(i).read() });
@@ -234,16 +221,6 @@ mod x86_64 {
         unsafe fn of_i8(place: *const i8) -> Self {
             // SAFETY: see above.
             unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(place.cast()))) }
-        }
-
-        #[inline(always)]
-        unsafe fn of_pairs(place: *const u32) -> [Self; 2] {
-            // SAFETY: see above.
-            unsafe {
-                let pairs = _mm512_loadu_si512(place.cast());
-                let upper = _mm512_and_si512(pairs, _mm512_set1_epi32(-1 << 16));
-                [_mm512_slli_epi32::<16>(pairs), upper].map(|bits| _mm512_castsi512_ps(bits))
-            }
         }
 
         /// A value is looked up by its code, of which the lower four bits of a lane count: there are sixteen different ones.
@@ -337,16 +314,6 @@ mod x86_64 {
         unsafe fn of_i8(place: *const i8) -> Self {
             // SAFETY: see above.
             unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(place.cast()))) }
-        }
-
-        #[inline(always)]
-        unsafe fn of_pairs(place: *const u32) -> [Self; 2] {
-            // SAFETY: see above.
-            unsafe {
-                let pairs = _mm256_loadu_si256(place.cast());
-                let upper = _mm256_and_si256(pairs, _mm256_set1_epi32(-1 << 16));
-                [_mm256_slli_epi32::<16>(pairs), upper].map(|bits| _mm256_castsi256_ps(bits))
-            }
         }
 
         #[inline(always)]

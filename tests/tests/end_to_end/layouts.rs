@@ -175,7 +175,6 @@ fn in_each_way_of_multiplying() {
                 "--exact",
                 "layouts::a_layout_of_all_axes_equals_one_rank",
                 "memory_plan::what_is_planned_is_what_is_held",
-                "packed_weights::frozen_weights_that_stay_packed_are_parameters_like_others",
                 "packed_weights::packed_weights_leave_training_as_it_is",
             ])
             .env("CANDLE_TRAIN_PRODUCTS", choice.to_string())
@@ -183,7 +182,7 @@ fn in_each_way_of_multiplying() {
             .unwrap();
         let said = String::from_utf8_lossy(&output.stdout);
         assert!(
-            said.contains("test result: ok. 4 passed"),
+            said.contains("test result: ok. 3 passed"),
             "{choice}: {said}"
         );
     }
