@@ -10,7 +10,7 @@ use crate::element::by_float;
 use crate::host::{HostF32, Values};
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::in_place::{must_not_share, try_write};
-use crate::with_backward::with_backward3_of_result;
+use crate::with_backward::with_backward_of_result;
 use crate::{AttentionCode, AttentionGrad, AttentionSpec, OpOutput, ProductChoice};
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 
@@ -39,7 +39,7 @@ pub fn causal_attention(
     let (out, log_sum_exp) = forward(q, k, v, spec)?;
     let [q_value, k_value, v_value] = [q, k, v].map(Tensor::detach);
     let (tracked, spec) = ([q, k, v].map(Tensor::track_op), spec.clone());
-    with_backward3_of_result(q, k, v, out, NAME, move |out, grad| {
+    with_backward_of_result([q, k, v], out, NAME, move |out, grad| {
         let pass = AttentionGrad {
             q: &q_value,
             k: &k_value,
@@ -49,11 +49,12 @@ pub fn causal_attention(
             grad,
         };
         let (dq, dk, dv) = attention_backward(&pass, &spec)?;
-        Ok((
-            tracked[0].then_some(dq),
-            tracked[1].then_some(dk),
-            tracked[2].then_some(dv),
-        ))
+        let [q_tracked, k_tracked, v_tracked] = tracked;
+        Ok([
+            q_tracked.then_some(dq),
+            k_tracked.then_some(dk),
+            v_tracked.then_some(dv),
+        ])
     })
 }
 

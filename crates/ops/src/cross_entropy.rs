@@ -2,7 +2,7 @@
 
 use crate::host::HostU32;
 use crate::vocab_shard::{cross_entropy_grad, losses, softmax_stats};
-use crate::{IGNORE_INDEX, with_backward1};
+use crate::{IGNORE_INDEX, with_backward};
 use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "cross_entropy";
@@ -27,14 +27,9 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     }
     let stats = softmax_stats(&logits_value, &targets, 0)?;
     let (loss, log_sum_exp) = losses(&stats, &targets, v)?;
-    with_backward1(logits, loss, NAME, move |grad| {
-        Ok(Some(cross_entropy_grad(
-            &logits_value,
-            &log_sum_exp,
-            &targets,
-            0,
-            grad,
-        )?))
+    with_backward([logits], loss, NAME, move |grad| {
+        let grad = cross_entropy_grad(&logits_value, &log_sum_exp, &targets, 0, grad)?;
+        Ok([Some(grad)])
     })
 }
 

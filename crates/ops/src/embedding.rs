@@ -8,7 +8,7 @@ use crate::half_precision::add_values;
 use crate::host::HostU32;
 use crate::host_floats::HostFloats;
 use crate::in_place::write;
-use crate::{OpOutput, with_backward1};
+use crate::{OpOutput, with_backward};
 use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "embedding";
@@ -27,8 +27,8 @@ const NAME: &str = "embedding";
 pub fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let y = forward(weight, ids)?;
     let (table, ids) = (weight.dims2()?, ids.detach());
-    with_backward1(weight, y, NAME, move |dy| {
-        Ok(Some(table_grad(table, &ids, dy)?))
+    with_backward([weight], y, NAME, move |dy| {
+        Ok([Some(table_grad(table, &ids, dy)?)])
     })
 }
 

@@ -1,16 +1,9 @@
 //! Layer normalisation: `y = (x - mean(x)) / sqrt(var(x) + eps) * w + b` (Ba, Kiros and Hinton 2016, arXiv:1607.06450).
 
-#[cfg(feature = "cuda")]
-use crate::cuda::Norm;
-use crate::dispatch::on_cuda;
-use crate::element::{Element, by_float};
-use crate::host_floats::{HostFloats, one_dtype};
+use crate::element::Element;
 use crate::lanes::{dot, sum};
-use crate::row_norm::{self, Row};
-use crate::{OpOutput, with_backward2, with_backward3};
-use candle_core::{Result, Tensor, bail};
-
-const NAME: &str = "layer_norm";
+use crate::row_norm::{self, GradRow, InputRow, RowNorm};
+use candle_core::{Result, Tensor};
 
 /// Takes from each row of `xs` its mean, divides it by its standard deviation, and scales it by `weight`; adds `bias`.
 ///
@@ -25,23 +18,7 @@ const NAME: &str = "layer_norm";
 /// When `weight` or `bias` is not as long as the last dimension of `xs`, or a tensor is not f32, bf16 or f16, or two differ in
 /// dtype or device.
 pub fn layer_norm(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-    let y = forward(xs, weight, bias, eps)?;
-    let (x, w) = (xs.detach(), weight.detach());
-    let tracked = [weight.track_op(), bias.is_some_and(Tensor::track_op)];
-    let x_tracked = xs.track_op();
-    let grads = move |dy: &Tensor| {
-        let (dx, parameters) = layer_norm_backward(&x, &w, dy, eps, None, tracked)?;
-        // candle adds gradients in the dtype of what they belong to.
-        let [dw, db] = parameters.map(|grad| grad.map(|grad| grad.to_dtype(w.dtype())));
-        Ok((x_tracked.then_some(dx), dw.transpose()?, db.transpose()?))
-    };
-    match bias {
-        Some(bias) => with_backward3(xs, weight, bias, y, NAME, grads),
-        None => with_backward2(xs, weight, y, NAME, move |dy| {
-            let (dx, dw, _) = grads(dy)?;
-            Ok((dx, dw))
-        }),
-    }
+    row_norm::in_graph::<LayerNorm>(xs, weight, bias, eps)
 }
 
 /// [`layer_norm`] outside any graph.
@@ -57,7 +34,7 @@ pub fn layer_norm_forward(
     bias: Option<&Tensor>,
     eps: f64,
 ) -> Result<Tensor> {
-    Ok(forward(xs, weight, bias, eps)?.into_tensor())
+    Ok(row_norm::forward::<LayerNorm>(xs, weight, bias, eps)?.into_tensor())
 }
 
 /// Gradient of `xs`, plus `residual` if there is one, and those of the weight and the bias, each only if
@@ -79,50 +56,7 @@ pub fn layer_norm_backward(
     residual: Option<&Tensor>,
     parameter_grads: [bool; 2],
 ) -> Result<(Tensor, [Option<Tensor>; 2])> {
-    let h = row_norm::backward_width(NAME, xs, weight, dy, residual)?;
-    on_cuda!(xs => {
-        crate::cuda::norm_backward(Norm::Layer, [xs, weight, dy], eps, residual, parameter_grads)
-    });
-    let inputs = row_norm::Backward::new(NAME, xs, weight, dy, residual)?;
-    let _timer = crate::op_timer::op("layer_norm_backward");
-    let [dw_len, db_len] = parameter_grads.map(|wanted| if wanted { h } else { 0 });
-    let num_sums = parameter_grads.map(usize::from).iter().sum();
-    let (dx, dw_and_db) = by_float!(inputs.dtype(), T => inputs.run::<T>(
-        h,
-        num_sums,
-        #[inline(always)]
-        |row, dx, sums| backward_row(row, eps, dx, sums.split_at_mut(dw_len)),
-    ));
-    let sums = [&dw_and_db[..dw_len], &dw_and_db[dw_len..][..db_len]];
-    let grad = |i: usize| parameter_grads[i].then(|| Tensor::from_slice(sums[i], h, xs.device()));
-    Ok((dx, [grad(0).transpose()?, grad(1).transpose()?]))
-}
-
-fn forward(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<OpOutput> {
-    let h = row_norm::width(NAME, xs, weight)?;
-    if let Some(bias) = bias.filter(|bias| bias.dims() != [h]) {
-        bail!("{NAME}: expected bias ({h}), got {:?}", bias.dims())
-    }
-    on_cuda!(xs => crate::cuda::norm_forward(Norm::Layer, xs, weight, bias, eps));
-    let _timer = crate::op_timer::op("layer_norm_forward");
-    let x = HostFloats::new(NAME, "xs", xs)?;
-    let w = HostFloats::new(NAME, "weight", weight)?;
-    one_dtype(NAME, &[("xs", &x), ("weight", &w)])?;
-    let bias = bias.map(|bias| HostFloats::new(NAME, "bias", bias));
-    let bias = bias.transpose()?;
-    if let Some(bias) = &bias {
-        one_dtype(NAME, &[("xs", &x), ("bias", bias)])?;
-    }
-    Ok(by_float!(x.dtype(), T => {
-        let (w, b) = (w.read_as::<T>(), bias.as_ref().map(HostFloats::read_as));
-        let y = row_norm::forward(
-            &x.read_as::<T>(),
-            h,
-            #[inline(always)]
-            |x, y, centred| forward_row((x, centred), &w, b.as_deref(), eps, y),
-        );
-        OpOutput::of(y, xs.shape())
-    }))
+    row_norm::backward::<LayerNorm>([xs, weight, dy], eps, residual, parameter_grads)
 }
 
 /// Writes `x - mean(x)` to `centred`; gives `1 / sqrt(var(x) + eps)`.
@@ -141,64 +75,74 @@ fn centre<T: Element>(x: &[T], eps: f64, centred: &mut [f32]) -> f32 {
     (1.0 / (f64::from(dot(centred, centred)) / x.len() as f64 + eps).sqrt()) as f32
 }
 
-#[inline(always)]
-fn forward_row<T: Element>(
-    (x, centred): (&[T], &mut [f32]),
-    w: &[T],
-    b: Option<&[T]>,
-    eps: f64,
-    y: &mut [T],
-) {
-    let r = centre(x, eps, centred);
-    let values = y.iter_mut().zip(centred).zip(w);
-    match b {
-        Some(b) => {
-            for (((y, centred), w), b) in values.zip(b) {
-                *y = T::nearest(*centred * r * w.widen() + b.widen());
-            }
-        }
-        None => {
-            for ((y, centred), w) in values {
-                *y = T::nearest(*centred * r * w.widen());
-            }
-        }
-    }
-}
+struct LayerNorm;
 
-/// With `c = x - mean(x)`, `n = c r` and `g = dy w`: `dx = r (g - mean(g) - n mean(g n))`, `dw = sum over rows of dy n`,
-/// `db = sum over rows of dy`; what is not wanted of the last two is empty.
-#[inline(always)]
-fn backward_row<T: Element>(
-    row: Row<'_, T>,
-    eps: f64,
-    dx: &mut [T],
-    (dw, db): (&mut [f32], &mut [f32]),
-) {
-    let Row {
-        x,
-        w,
-        dy,
-        residual,
-        scratch: [centred, g],
-    } = row;
-    let r = centre(x, eps, centred);
-    for ((g, dy), w) in g.iter_mut().zip(dy).zip(w) {
-        *g = dy.widen() * w.widen();
+impl RowNorm for LayerNorm {
+    const NAME: &'static str = "layer_norm";
+    const FORWARD: &'static str = "layer_norm_forward";
+    const BACKWARD: &'static str = "layer_norm_backward";
+    #[cfg(feature = "cuda")]
+    const ON_GPU: crate::cuda::Norm = crate::cuda::Norm::Layer;
+
+    #[inline(always)]
+    fn forward_row<T: Element>(row: InputRow<'_, T>, eps: f64, y: &mut [T]) {
+        let InputRow {
+            x,
+            w,
+            b,
+            scratch: centred,
+        } = row;
+        let r = centre(x, eps, centred);
+        let values = y.iter_mut().zip(centred).zip(w);
+        match b {
+            Some(b) => {
+                for (((y, centred), w), b) in values.zip(b) {
+                    *y = T::nearest(*centred * r * w.widen() + b.widen());
+                }
+            }
+            None => {
+                for ((y, centred), w) in values {
+                    *y = T::nearest(*centred * r * w.widen());
+                }
+            }
+        }
     }
-    let len = x.len() as f32;
-    let along_ones = sum(g, |g| g) / len;
-    let along_x = r * r * dot(g, centred) / len;
-    row_norm::finish_dx(
-        dx,
-        (g, centred),
-        residual,
-        #[inline(always)]
-        |g, c| r * (g - along_ones - c * along_x),
-    );
-    for ((dw, dy), c) in dw.iter_mut().zip(dy).zip(&*centred) {
-        *dw += dy.widen() * c * r;
-    }
-    for (db, dy) in db.iter_mut().zip(dy) {
-        *db += dy.widen();
+
+    /// With `c = x - mean(x)`, `n = c r` and `g = dy w`: `dx = r (g - mean(g) - n mean(g n))`, `dw = sum over rows of dy n`,
+    /// `db = sum over rows of dy`.
+    #[inline(always)]
+    fn backward_row<T: Element>(
+        row: GradRow<'_, T>,
+        eps: f64,
+        dx: &mut [T],
+        [dw, db]: [&mut [f32]; 2],
+    ) {
+        let GradRow {
+            x,
+            w,
+            dy,
+            residual,
+            scratch: [centred, g],
+        } = row;
+        let r = centre(x, eps, centred);
+        for ((g, dy), w) in g.iter_mut().zip(dy).zip(w) {
+            *g = dy.widen() * w.widen();
+        }
+        let len = x.len() as f32;
+        let along_ones = sum(g, |g| g) / len;
+        let along_x = r * r * dot(g, centred) / len;
+        row_norm::finish_dx(
+            dx,
+            (g, centred),
+            residual,
+            #[inline(always)]
+            |g, c| r * (g - along_ones - c * along_x),
+        );
+        for ((dw, dy), c) in dw.iter_mut().zip(dy).zip(&*centred) {
+            *dw += dy.widen() * c * r;
+        }
+        for (db, dy) in db.iter_mut().zip(dy) {
+            *db += dy.widen();
+        }
     }
 }

@@ -46,7 +46,6 @@ mod exp;
 mod few_rows;
 mod filled;
 mod gated;
-mod geglu;
 mod gpu_settings;
 mod gpu_state;
 mod half_precision;
@@ -84,7 +83,6 @@ mod row_norm;
 mod runs;
 mod stopwatch;
 mod sums;
-mod swiglu;
 mod upload;
 mod vector;
 mod vectorised;
@@ -104,7 +102,10 @@ pub use device_choice::DeviceChoice;
 pub use document_starts::DocumentStarts;
 pub use elements::{add_into, round_into};
 pub use embedding::{embedding, embedding_forward, embedding_grad_into};
-pub use geglu::{geglu_backward, geglu_backward_and_output, geglu_forward};
+pub use gated::{
+    geglu_backward, geglu_backward_and_output, geglu_forward, swiglu, swiglu_backward,
+    swiglu_backward_and_output, swiglu_forward,
+};
 pub use gpu_settings::GpuSettings;
 pub use gpu_state::GpuState;
 pub use head_groups::HeadGroups;
@@ -130,12 +131,11 @@ pub use rope::{RopeDirection, rope, rope_in_place};
 pub use runs::{AttentionRows, Run, Runs};
 pub use stopwatch::Stopwatch;
 pub use sums::{sum_into, sum_of_squares, sum_of_squares_into};
-pub use swiglu::{swiglu, swiglu_backward, swiglu_backward_and_output, swiglu_forward};
 pub use upload::upload;
 pub use vocab_shard::{
     cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, softmax_stats,
 };
-pub use with_backward::{with_backward1, with_backward2, with_backward3};
+pub use with_backward::with_backward;
 
 /// Target id that marks a position without a target: it adds nothing to the loss and gets no gradient.
 pub const IGNORE_INDEX: u32 = u32::MAX;

@@ -17,7 +17,7 @@ use crate::matrix::{Addend, Factors, Matrix};
 use crate::matrix_product::{new_product, parallel_product};
 use crate::op_timer;
 use crate::packed_weight::{LinearWeight, PackedWeight, WeightUse};
-use crate::{OpOutput, ProductChoice, ProductSize, with_backward2, with_backward3};
+use crate::{OpOutput, ProductChoice, ProductSize, with_backward};
 use candle_core::{DType, Result, Tensor, bail};
 
 const NAME: &str = "linear";
@@ -35,19 +35,19 @@ pub fn linear(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Ten
     let y = forward(xs, weight.into(), bias)?;
     let (x, w) = (xs.detach(), weight.detach());
     let (x_tracked, w_tracked) = (xs.track_op(), weight.track_op());
-    let grads = move |dy: &Tensor| -> Result<(Option<Tensor>, Option<Tensor>)> {
+    let grads = move |dy: &Tensor| {
         let dx = x_tracked.then(|| linear_input_grad(dy, &w));
         let dw = w_tracked.then(|| linear_weight_grad(dy, &x));
-        Ok((dx.transpose()?, dw.transpose()?))
+        Ok([dx.transpose()?, dw.transpose()?])
     };
     let Some(bias) = bias else {
-        return with_backward2(xs, weight, y, NAME, grads);
+        return with_backward([xs, weight], y, NAME, grads);
     };
     let bias_tracked = bias.track_op();
-    with_backward3(xs, weight, bias, y, NAME, move |dy| {
-        let (dx, dw) = grads(dy)?;
+    with_backward([xs, weight, bias], y, NAME, move |dy| {
+        let [dx, dw] = grads(dy)?;
         let db = bias_tracked.then(|| linear_bias_grad(dy));
-        Ok((dx, dw, db.transpose()?))
+        Ok([dx, dw, db.transpose()?])
     })
 }
 

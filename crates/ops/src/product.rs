@@ -2,8 +2,7 @@
 //! tile of sums in registers (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", ACM TOMS 34, 2008).
 //!
 //! bf16 are multiplied in pairs by `tdpbf16ps` (AMX) or `vdpbf16ps` (AVX512-BF16) where the processor has them; else they are widened
-//! while they are packed, as f16 are. On processors without AVX-512 the `gemm` crate does all products ([`crate::matrix`]), but for
-//! emulated tiles if [`ProductChoice`] asks for them.
+//! while they are packed, as f16 are. On processors without AVX-512 the `gemm` crate does all products ([`crate::matrix`]).
 //! The example `bench_product` of this crate prints speeds.
 //!
 //! All sums are f32. An element is summed over `k` in the same blocks, in order, whatever tile or thread it belongs to: the
@@ -14,6 +13,7 @@
 mod amx;
 mod blocks;
 mod caches;
+#[cfg(test)]
 mod emulated;
 mod kernel;
 mod packed;
@@ -146,7 +146,7 @@ pub(crate) fn instructions<T: Element>(
     size: ProductSize,
     precision: MatmulPrecision,
 ) -> Option<Instructions> {
-    use ProductChoice::{Dots, OnePart, ThreeParts, TwoParts};
+    use ProductChoice::{Dots, ThreeParts, TwoParts};
     let fastest = || match T::DTYPE {
         DType::F32 => ProductChoice::fastest(size, precision),
         _ => ProductChoice::fastest(ANY_SIZE, precision),
@@ -154,9 +154,7 @@ pub(crate) fn instructions<T: Element>(
     // A choice that means nothing was an error of the operation, before it came here.
     let chosen = ProductChoice::from_env().ok().flatten();
     match (T::DTYPE, chosen.unwrap_or_else(fastest)) {
-        (DType::BF16, OnePart | TwoParts | ThreeParts) | (DType::F32, OnePart) => {
-            Some(Instructions::Tiles)
-        }
+        (DType::BF16, TwoParts | ThreeParts) => Some(Instructions::Tiles),
         (DType::F32, TwoParts) => Some(Instructions::TilesOfTwoParts),
         (DType::F32, ThreeParts) => Some(Instructions::TilesOfThreeParts),
         (DType::BF16, Dots) => Some(Instructions::Dots),
@@ -206,7 +204,7 @@ mod tests {
     use rayon::prelude::*;
     use std::sync::Arc;
 
-    /// [`Amx`] without AMX, whether the processor has it or not.
+    /// What [`Amx`] computes, whether the processor has it or not.
     struct Emulated<const PARTS: usize>;
 
     impl<const PARTS: usize> Kernel for Emulated<PARTS> {
@@ -366,14 +364,19 @@ mod tests {
         }
     }
 
-    /// On processors without AMX the tiles are emulated.
+    /// Tiles, and their definition on every processor.
     #[test]
     fn odd_products_by_tiles() {
-        check_shapes::<Amx<1>, bf16, bf16>(0.0);
-        check_shapes::<Amx<1>, bf16, f32>(0.0);
-        check_shapes::<Amx<1>, f32, f32>(ProductChoice::OnePart.f32_error());
-        check_shapes::<Amx<2>, f32, f32>(ProductChoice::TwoParts.f32_error());
-        check_shapes::<Amx<3>, f32, f32>(ProductChoice::ThreeParts.f32_error());
+        fn check<One: Kernel, Two: Kernel, Three: Kernel>() {
+            check_shapes::<One, bf16, bf16>(0.0);
+            check_shapes::<One, bf16, f32>(0.0);
+            check_shapes::<Two, f32, f32>(ProductChoice::TwoParts.f32_error());
+            check_shapes::<Three, f32, f32>(ProductChoice::ThreeParts.f32_error());
+        }
+        check::<Emulated<1>, Emulated<2>, Emulated<3>>();
+        if has_amx() {
+            check::<Amx<1>, Amx<2>, Amx<3>>();
+        }
     }
 
     fn same_bits<const PARTS: usize, T: Element>() {
@@ -510,7 +513,10 @@ mod tests {
             };
             // SAFETY: the processor has the instructions or they are emulated, and the shapes fit.
             let parts = error(&|out| unsafe {
-                multiply::<Amx<3>, f32, f32>(out, Addend::Nothing, &factors);
+                match has_amx() {
+                    true => multiply::<Amx<3>, f32, f32>(out, Addend::Nothing, &factors),
+                    false => multiply::<Emulated<3>, f32, f32>(out, Addend::Nothing, &factors),
+                }
             });
             let f32s = error(&|out| match has_avx512() {
                 // SAFETY: as above.

@@ -26,23 +26,15 @@ pub enum ProductChoice {
     Fma,
     /// `dots`: AVX512-BF16 multiplies pairs of bf16; f32 and f16 as with [`Self::Fma`].
     Dots,
-    /// `1`: AMX multiplies tiles of bf16, and each f32 as the one nearest to it; f16 as with [`Self::Fma`].
-    OnePart,
-    /// `2`: as [`Self::OnePart`], with each f32 as the sum of two bf16.
+    /// `2`: AMX multiplies tiles of bf16, and each f32 as the sum of two bf16; f16 as with [`Self::Fma`].
     TwoParts,
-    /// `3`: as [`Self::OnePart`], with each f32 as the sum of three bf16.
+    /// `3`: as [`Self::TwoParts`], with each f32 as the sum of three bf16.
     ThreeParts,
 }
 
 impl ProductChoice {
     /// All of them.
-    pub const ALL: [Self; 5] = [
-        Self::Fma,
-        Self::Dots,
-        Self::OnePart,
-        Self::TwoParts,
-        Self::ThreeParts,
-    ];
+    pub const ALL: [Self; 4] = [Self::Fma, Self::Dots, Self::TwoParts, Self::ThreeParts];
 
     /// That of this process, if the environment has one: read once.
     ///
@@ -59,7 +51,7 @@ impl ProductChoice {
         CHOSEN.clone().map_err(Error::Msg)
     }
 
-    /// Whether this processor can. AMX is emulated where there is none, with its bits and slowly, on all of x86-64.
+    /// Whether this processor can.
     pub fn is_possible(self) -> bool {
         match self {
             Self::Fma => true,
@@ -67,7 +59,7 @@ impl ProductChoice {
             Self::Dots => has_avx512_bf16(),
             #[cfg(not(target_arch = "x86_64"))]
             Self::Dots => false,
-            Self::OnePart | Self::TwoParts | Self::ThreeParts => cfg!(target_arch = "x86_64"),
+            Self::TwoParts | Self::ThreeParts => has_amx(),
         }
     }
 
@@ -77,7 +69,6 @@ impl ProductChoice {
         match self {
             Self::Fma | Self::Dots | Self::ThreeParts => 2f64.powi(-24),
             Self::TwoParts => 2f64.powi(-16),
-            Self::OnePart => 2f64.powi(-8),
         }
     }
 
@@ -120,13 +111,12 @@ impl ProductSize {
     }
 }
 
-/// `fma`, `dots`, `1`, `2` or `3`.
+/// `fma`, `dots`, `2` or `3`.
 impl Display for ProductChoice {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Fma => "fma",
             Self::Dots => "dots",
-            Self::OnePart => "1",
             Self::TwoParts => "2",
             Self::ThreeParts => "3",
         })
@@ -147,11 +137,11 @@ impl FromStr for ProductChoice {
                 "{VARIABLE}: this processor cannot do `{choice}`, which needs {}\nhint: leave the variable out, or set it to fma",
                 match choice {
                     Self::Dots => "AVX512-BF16",
-                    _ => "x86-64",
+                    _ => "AMX",
                 }
             ))),
             None => Err(Error::Msg(format!(
-                "{VARIABLE}: expected fma, dots, 1, 2 or 3, got `{name}`\nhint: leave the variable out for what is fastest here"
+                "{VARIABLE}: expected fma, dots, 2 or 3, got `{name}`\nhint: leave the variable out for what is fastest here"
             ))),
         }
     }
@@ -202,9 +192,9 @@ mod tests {
                 }
             }
         }
-        for name in ["", "4", "FMA", "amx"] {
+        for name in ["", "1", "4", "FMA", "amx"] {
             let error = name.parse::<ProductChoice>().unwrap_err().to_string();
-            assert!(error.contains("CANDLE_TRAIN_PRODUCTS: expected fma, dots, 1, 2 or 3"));
+            assert!(error.contains("CANDLE_TRAIN_PRODUCTS: expected fma, dots, 2 or 3"));
         }
     }
 }

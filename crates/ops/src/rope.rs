@@ -11,7 +11,7 @@ use crate::host::HostF32;
 use crate::host_floats::HostFloats;
 use crate::in_place::in_place;
 use crate::vectorised::vectorised;
-use crate::{OpOutput, with_backward1};
+use crate::{OpOutput, with_backward};
 use candle_core::{Result, Tensor, bail};
 
 const NAME: &str = "rope";
@@ -39,9 +39,9 @@ pub enum RopeDirection {
 pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let y = turned(xs, cos, sin, RopeDirection::Forward)?;
     let (cos, sin) = (cos.detach(), sin.detach());
-    with_backward1(xs, y, NAME, move |dy| {
+    with_backward([xs], y, NAME, move |dy| {
         let dx = turned(dy, &cos, &sin, RopeDirection::Backward)?;
-        Ok(Some(dx.into_tensor()))
+        Ok([Some(dx.into_tensor())])
     })
 }
 

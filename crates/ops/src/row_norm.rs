@@ -1,76 +1,47 @@
 //! What norms of rows share: the checks, the passes over the rows, and the sums over rows that are the gradients of
 //! their parameters.
 
-use crate::OpOutput;
 use crate::chunks::{SUMMED_ROWS, rows_per_chunk, rows_per_partial, sum_partials};
-use crate::element::Element;
+use crate::dispatch::on_cuda;
+use crate::element::{Element, by_float};
 use crate::filled::{filled, filled2};
 use crate::host_floats::{HostFloats, one_dtype};
 use crate::vectorised::vectorised;
-use candle_core::{DType, Result, Tensor, bail};
+use crate::{OpOutput, op_timer, with_backward};
+use candle_core::{Result, Tensor, bail};
 
-/// Length of a row of `xs (.., h)`; an error if `weight` is not `(h)`.
-pub(crate) fn width(op: &str, xs: &Tensor, weight: &Tensor) -> Result<usize> {
-    match xs.dims() {
-        [.., h] if weight.dims() == [*h] => Ok(*h),
-        dims => bail!(
-            "{op}: expected xs (.., h) and weight (h), got xs {dims:?} and weight {:?}",
-            weight.dims()
-        ),
-    }
+/// A norm of rows. What it makes of a row must be marked `#[inline(always)]`.
+pub(crate) trait RowNorm: 'static {
+    /// What errors call it.
+    const NAME: &'static str;
+    /// What timelines call its passes.
+    const FORWARD: &'static str;
+    const BACKWARD: &'static str;
+    #[cfg(feature = "cuda")]
+    const ON_GPU: crate::cuda::Norm;
+
+    /// Writes the norm of a row to `y`.
+    fn forward_row<T: Element>(row: InputRow<'_, T>, eps: f64, y: &mut [T]);
+
+    /// Writes the gradient of a row to `dx`, and adds to those of the weight and the bias; what is not wanted of these two is empty.
+    fn backward_row<T: Element>(
+        row: GradRow<'_, T>,
+        eps: f64,
+        dx: &mut [T],
+        dw_and_db: [&mut [f32]; 2],
+    );
 }
 
-/// As [`width`], of the inputs of a backward; an error if one of the gradients has another shape than `xs`.
-pub(crate) fn backward_width(
-    op: &str,
-    xs: &Tensor,
-    weight: &Tensor,
-    dy: &Tensor,
-    residual: Option<&Tensor>,
-) -> Result<usize> {
-    for (what, tensor) in [("the gradient", Some(dy)), ("residual", residual)] {
-        if let Some(tensor) = tensor.filter(|tensor| tensor.dims() != xs.dims()) {
-            bail!(
-                "{op}: expected {what} of the shape of xs {:?}, got {:?}",
-                xs.dims(),
-                tensor.dims()
-            )
-        }
-    }
-    width(op, xs, weight)
+/// A row of the input, the parameters, and memory for another row.
+pub(crate) struct InputRow<'a, T> {
+    pub(crate) x: &'a [T],
+    pub(crate) w: &'a [T],
+    pub(crate) b: Option<&'a [T]>,
+    pub(crate) scratch: &'a mut [f32],
 }
 
-/// What `row(x, y, scratch)` makes of each row of `h` values; `scratch` is memory for `h` values.
-pub(crate) fn forward<T: Element>(
-    x: &[T],
-    h: usize,
-    row: impl Fn(&[T], &mut [T], &mut [f32]) + Send + Sync,
-) -> Vec<T> {
-    let chunk_len = rows_per_chunk(h) * h;
-    filled(x.len(), chunk_len, x.len(), |chunk, y: &mut [T]| {
-        let x = &x[chunk * chunk_len..][..y.len()];
-        let mut scratch = vec![0f32; h];
-        vectorised(
-            #[inline(always)]
-            || {
-                for (x, y) in x.chunks_exact(h).zip(y.chunks_exact_mut(h)) {
-                    row(x, y, &mut scratch);
-                }
-            },
-        );
-    })
-}
-
-/// Inputs of a norm's backward on the CPU.
-pub(crate) struct Backward {
-    xs: HostFloats,
-    weight: HostFloats,
-    dy: HostFloats,
-    residual: Option<HostFloats>,
-}
-
-/// A row of each input, and memory for two more; `w` is the same in all.
-pub(crate) struct Row<'a, T> {
+/// A row of each input of a backward pass, and memory for two more; `w` is the same in all.
+pub(crate) struct GradRow<'a, T> {
     pub(crate) x: &'a [T],
     pub(crate) w: &'a [T],
     pub(crate) dy: &'a [T],
@@ -78,54 +49,116 @@ pub(crate) struct Row<'a, T> {
     pub(crate) scratch: [&'a mut [f32]; 2],
 }
 
-impl Backward {
-    /// Of tensors with shapes that fit.
-    pub(crate) fn new(
-        op: &str,
-        xs: &Tensor,
-        weight: &Tensor,
-        dy: &Tensor,
-        residual: Option<&Tensor>,
-    ) -> Result<Self> {
-        let residual = residual.map(|residual| HostFloats::new(op, "residual", residual));
-        let inputs = Self {
-            xs: HostFloats::new(op, "xs", xs)?,
-            weight: HostFloats::new(op, "weight", weight)?,
-            dy: HostFloats::new(op, "the gradient", dy)?,
-            residual: residual.transpose()?,
-        };
-        let Self {
-            xs,
-            weight,
-            dy,
-            residual,
-        } = &inputs;
-        one_dtype(op, &[("xs", xs), ("weight", weight), ("the gradient", dy)])?;
-        if let Some(residual) = residual {
-            one_dtype(op, &[("xs", xs), ("residual", residual)])?;
+/// The norm as a node of candle's graph.
+pub(crate) fn in_graph<N: RowNorm>(
+    xs: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<Tensor> {
+    let y = forward::<N>(xs, weight, bias, eps)?;
+    let (x, w) = (xs.detach(), weight.detach());
+    let x_tracked = xs.track_op();
+    let tracked = [weight.track_op(), bias.is_some_and(Tensor::track_op)];
+    let grads = move |dy: &Tensor| {
+        let (dx, parameters) = backward::<N>([&x, &w, dy], eps, None, tracked)?;
+        // candle adds gradients in the dtype of what they belong to.
+        let [dw, db] = parameters.map(|grad| grad.map(|grad| grad.to_dtype(w.dtype())));
+        Ok([x_tracked.then_some(dx), dw.transpose()?, db.transpose()?])
+    };
+    match bias {
+        Some(bias) => with_backward([xs, weight, bias], y, N::NAME, grads),
+        None => with_backward([xs, weight], y, N::NAME, move |dy| {
+            let [dx, dw, _] = grads(dy)?;
+            Ok([dx, dw])
+        }),
+    }
+}
+
+/// The norm of each row.
+pub(crate) fn forward<N: RowNorm>(
+    xs: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<OpOutput> {
+    let h = width(N::NAME, xs, weight)?;
+    if let Some(bias) = bias.filter(|bias| bias.dims() != [h]) {
+        bail!("{}: expected bias ({h}), got {:?}", N::NAME, bias.dims())
+    }
+    on_cuda!(xs => crate::cuda::norm_forward(N::ON_GPU, xs, weight, bias, eps));
+    let _timer = op_timer::op(N::FORWARD);
+    let x = HostFloats::new(N::NAME, "xs", xs)?;
+    let w = HostFloats::new(N::NAME, "weight", weight)?;
+    one_dtype(N::NAME, &[("xs", &x), ("weight", &w)])?;
+    let bias = bias.map(|bias| HostFloats::new(N::NAME, "bias", bias));
+    let bias = bias.transpose()?;
+    if let Some(bias) = &bias {
+        one_dtype(N::NAME, &[("xs", &x), ("bias", bias)])?;
+    }
+    Ok(by_float!(x.dtype(), T => {
+        let (x, w) = (x.read_as::<T>(), w.read_as::<T>());
+        let b = bias.as_ref().map(HostFloats::read_as);
+        let (x, w, b) = (&*x, &*w, b.as_deref());
+        let chunk_len = rows_per_chunk(h) * h;
+        let y = filled(x.len(), chunk_len, x.len(), |chunk, y: &mut [T]| {
+            let x = &x[chunk * chunk_len..][..y.len()];
+            let mut scratch = vec![0f32; h];
+            vectorised(
+                #[inline(always)]
+                || {
+                    for (x, y) in x.chunks_exact(h).zip(y.chunks_exact_mut(h)) {
+                        let scratch = &mut scratch;
+                        N::forward_row(InputRow { x, w, b, scratch }, eps, y);
+                    }
+                },
+            );
+        });
+        OpOutput::of(y, xs.shape())
+    }))
+}
+
+/// Of xs, weight and the gradient of the output: the gradient of `xs`, plus `residual`, and in f32 those of the weight and the bias that
+/// `parameter_grads` asks for.
+pub(crate) fn backward<N: RowNorm>(
+    [xs, weight, dy]: [&Tensor; 3],
+    eps: f64,
+    residual: Option<&Tensor>,
+    parameter_grads: [bool; 2],
+) -> Result<(Tensor, [Option<Tensor>; 2])> {
+    for (what, tensor) in [("the gradient", Some(dy)), ("residual", residual)] {
+        if let Some(tensor) = tensor.filter(|tensor| tensor.dims() != xs.dims()) {
+            bail!(
+                "{}: expected {what} of the shape of xs {:?}, got {:?}",
+                N::NAME,
+                xs.dims(),
+                tensor.dims()
+            )
         }
-        Ok(inputs)
     }
-
-    /// Of all inputs.
-    pub(crate) fn dtype(&self) -> DType {
-        self.xs.dtype()
-    }
-
-    /// Calls `row(inputs, dx, sums)`, which writes `dx` and adds to `num_sums` times `h` sums over the rows. Gives `dx` as a
-    /// tensor, and the sums.
-    pub(crate) fn run<T: Element>(
-        &self,
-        h: usize,
-        num_sums: usize,
-        row: impl Fn(Row<'_, T>, &mut [T], &mut [f32]) + Send + Sync,
-    ) -> (Tensor, Vec<f32>) {
-        let (x, w, dy) = (self.xs.read_as(), self.weight.read_as(), self.dy.read_as());
-        let residual = self.residual.as_ref().map(HostFloats::read_as);
+    let h = width(N::NAME, xs, weight)?;
+    on_cuda!(xs => {
+        crate::cuda::norm_backward(N::ON_GPU, [xs, weight, dy], eps, residual, parameter_grads)
+    });
+    let residual = residual.map(|residual| HostFloats::new(N::NAME, "residual", residual));
+    let x = HostFloats::new(N::NAME, "xs", xs)?;
+    let w = HostFloats::new(N::NAME, "weight", weight)?;
+    let dy = HostFloats::new(N::NAME, "the gradient", dy)?;
+    let residual = residual.transpose()?;
+    let inputs = [("xs", &x), ("weight", &w), ("the gradient", &dy)];
+    let residuals = residual.as_ref().map(|residual| ("residual", residual));
+    let inputs: Vec<_> = inputs.into_iter().chain(residuals).collect();
+    let dtype = one_dtype(N::NAME, &inputs)?;
+    let _timer = op_timer::op(N::BACKWARD);
+    let [dw_len, db_len] = parameter_grads.map(|wanted| if wanted { h } else { 0 });
+    let sums_len = dw_len + db_len;
+    let mut sums = vec![0f32; sums_len];
+    let dx = by_float!(dtype, T => {
+        let (x, w, dy) = (x.read_as::<T>(), w.read_as::<T>(), dy.read_as::<T>());
+        let residual = residual.as_ref().map(HostFloats::read_as::<T>);
         let (x, w, dy, residual) = (&*x, &*w, &*dy, residual.as_deref());
         let rows = rows_per_partial(x.len() / h.max(1), h);
         let num_chunks = x.len().div_ceil((rows * h).max(1));
-        let sums_len = num_sums * h;
         // Each chunk of dx needs its partner, though nothing is summed.
         let partial_len = sums_len.max(1);
         let sizes = [(x.len(), rows * h), (num_chunks * partial_len, partial_len)];
@@ -139,14 +172,15 @@ impl Backward {
                     || {
                         for (i, dx) in dx.chunks_exact_mut(h).enumerate() {
                             let start = (first_row + i) * h;
-                            let inputs = Row {
+                            let row = GradRow {
                                 x: &x[start..][..h],
                                 w,
                                 dy: &dy[start..][..h],
                                 residual: residual.map(|residual| &residual[start..][..h]),
                                 scratch: [&mut *first, &mut *second],
                             };
-                            row(inputs, dx, &mut block_sums);
+                            let (dw, db) = block_sums.split_at_mut(dw_len);
+                            N::backward_row(row, eps, dx, [dw, db]);
                         }
                     },
                 );
@@ -156,10 +190,25 @@ impl Backward {
             }
         };
         let (dx, partials) = filled2(sizes[0], sizes[1], 2 * x.len(), pass);
-        let mut sums = vec![0f32; sums_len];
         sum_partials(&mut sums, true, &partials);
-        let dx = OpOutput::of(dx, self.xs.tensor().shape());
-        (dx.into_tensor(), sums)
+        OpOutput::of(dx, xs.shape()).into_tensor()
+    });
+    let (dw, db) = sums.split_at(dw_len);
+    let grad = |sums, wanted: bool| wanted.then(|| Tensor::from_slice(sums, h, xs.device()));
+    let [dw_wanted, db_wanted] = parameter_grads;
+    let grads = [grad(dw, dw_wanted), grad(db, db_wanted)];
+    let [dw, db] = grads.map(Option::transpose);
+    Ok((dx, [dw?, db?]))
+}
+
+/// Length of a row of `xs (.., h)`; an error if `weight` is not `(h)`.
+fn width(op: &str, xs: &Tensor, weight: &Tensor) -> Result<usize> {
+    match xs.dims() {
+        [.., h] if weight.dims() == [*h] => Ok(*h),
+        dims => bail!(
+            "{op}: expected xs (.., h) and weight (h), got xs {dims:?} and weight {:?}",
+            weight.dims()
+        ),
     }
 }
 

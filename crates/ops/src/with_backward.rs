@@ -12,25 +12,16 @@ use candle_core::{
 use std::sync::{Mutex, PoisonError};
 
 /// A graph node: the value until candle takes it, and the backward, a function of that value and its gradient.
-struct Node<F> {
+struct Node {
     name: &'static str,
     value: Mutex<Option<(Storage, Shape)>>,
-    bwd: F,
+    bwd: Box<dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync>,
 }
 
-impl<F> Node<F> {
-    fn new(name: &'static str, out: OpOutput, bwd: F) -> Result<Self> {
-        let value = Mutex::new(Some(out.into_storage(name)?));
-        Ok(Self { name, value, bwd })
-    }
-
+impl Node {
     fn take(&self) -> Result<(Storage, Shape)> {
-        match self
-            .value
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()
-        {
+        let value = self.value.lock();
+        match value.unwrap_or_else(PoisonError::into_inner).take() {
             Some(value) => Ok(value),
             None => bail!(
                 "{}: the value of this graph node was already taken",
@@ -54,204 +45,78 @@ impl<F> Node<F> {
     }
 }
 
-impl<F> CustomOp1 for Node<F>
-where
-    F: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>>,
-{
-    fn name(&self) -> &'static str {
-        self.name
-    }
+/// The node as candle's operation of these inputs, each of which comes as a storage and its layout.
+macro_rules! custom_op {
+    ($custom_op:ident($($input:ident),*) -> $grads:ty) => {
+        impl $custom_op for Node {
+            fn name(&self) -> &'static str {
+                self.name
+            }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.take_cpu()
-    }
+            fn cpu_fwd(&self, $(_: &CpuStorage, $input: &Layout),*) -> Result<(CpuStorage, Shape)> {
+                self.take_cpu()
+            }
 
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.take_cuda()
-    }
+            fn cuda_fwd(&self, $(_: &CudaStorage, $input: &Layout),*) -> Result<(CudaStorage, Shape)> {
+                self.take_cuda()
+            }
 
-    fn bwd(&self, _: &Tensor, value: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        (self.bwd)(value, grad)
-    }
+            fn bwd(&self, $($input: &Tensor,)* value: &Tensor, grad: &Tensor) -> Result<$grads> {
+                let mut grads = (self.bwd)(value, grad)?.into_iter();
+                $(let $input = grads.next().flatten();)*
+                Ok(($($input),*))
+            }
+        }
+    };
 }
 
-impl<F> CustomOp2 for Node<F>
-where
-    F: Fn(&Tensor, &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)>,
-{
-    fn name(&self) -> &'static str {
-        self.name
-    }
+custom_op!(CustomOp1(_x) -> Option<Tensor>);
+custom_op!(CustomOp2(_x, _y) -> (Option<Tensor>, Option<Tensor>));
+custom_op!(CustomOp3(_x, _y, _z) -> (Option<Tensor>, Option<Tensor>, Option<Tensor>));
 
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.take_cpu()
-    }
-
-    fn cuda_fwd(
-        &self,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.take_cuda()
-    }
-
-    fn bwd(
-        &self,
-        _: &Tensor,
-        _: &Tensor,
-        value: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        (self.bwd)(value, grad)
-    }
-}
-
-impl<F> CustomOp3 for Node<F>
-where
-    F: Fn(&Tensor, &Tensor) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)>,
-{
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.take_cpu()
-    }
-
-    fn cuda_fwd(
-        &self,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.take_cuda()
-    }
-
-    fn bwd(
-        &self,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        value: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        (self.bwd)(value, grad)
-    }
-}
-
-/// Enters `out`, computed from `x`, into candle's graph with `bwd` as its backward.
+/// Enters `out`, computed from one to three `inputs`, into candle's graph with `bwd` as its backward.
 ///
-/// `bwd` receives the gradient of `out` (shape of `out`) and returns the gradient of `x` (shape of `x`). It must
-/// return `Some` when `x` is tracked and not itself a variable: candle panics on an inner node without a gradient.
+/// `bwd` receives the gradient of `out` (shape of `out`) and returns those of the inputs (in their shapes). It must
+/// return `Some` for an input that is tracked and not itself a variable: candle panics on an inner node without a gradient.
 /// `None` is for variables and untracked inputs.
 ///
 /// `out` and every tensor that `bwd` captures must be detached (`Tensor::detach`, no copy): a captured tracked tensor
 /// keeps its whole graph alive for as long as this node lives.
 ///
-/// If `x` is not tracked, `out` comes back as it is, without a graph.
+/// If no input is tracked, `out` comes back as it is, without a graph.
 ///
 /// # Errors
-/// When a graph is needed and `out` and `x` are on different devices, or neither on the CPU nor on CUDA.
-pub fn with_backward1<F>(
-    x: &Tensor,
+/// When a graph is needed and `out` and the inputs are on different devices, or neither on the CPU nor on CUDA.
+pub fn with_backward<const N: usize>(
+    inputs: [&Tensor; N],
     out: impl Into<OpOutput>,
     name: &'static str,
-    bwd: F,
-) -> Result<Tensor>
-where
-    F: Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
-{
-    let out = out.into();
-    if !x.track_op() {
-        return Ok(out.into_tensor());
-    }
-    x.apply_op1(Node::new(name, out, move |_: &Tensor, grad: &Tensor| {
-        bwd(grad)
-    })?)
+    bwd: impl Fn(&Tensor) -> Result<[Option<Tensor>; N]> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    with_backward_of_result(inputs, out, name, move |_, grad| bwd(grad))
 }
 
-/// [`with_backward1`] for a value computed from `x` and `y`; `bwd` returns their gradients in this order.
-///
-/// # Errors
-/// As [`with_backward1`].
-pub fn with_backward2<F>(
-    x: &Tensor,
-    y: &Tensor,
+/// [`with_backward`] with a backward that reads the value, too, and so need not keep it.
+pub(crate) fn with_backward_of_result<const N: usize>(
+    inputs: [&Tensor; N],
     out: impl Into<OpOutput>,
     name: &'static str,
-    bwd: F,
-) -> Result<Tensor>
-where
-    F: Fn(&Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> + Send + Sync + 'static,
-{
+    bwd: impl Fn(&Tensor, &Tensor) -> Result<[Option<Tensor>; N]> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    const { assert!(N >= 1 && N <= 3, "candle's nodes have one to three inputs") }
     let out = out.into();
-    if !x.track_op() && !y.track_op() {
+    if !inputs.iter().any(|input| input.track_op()) {
         return Ok(out.into_tensor());
     }
-    x.apply_op2(
-        y,
-        Node::new(name, out, move |_: &Tensor, grad: &Tensor| bwd(grad))?,
-    )
-}
-
-/// [`with_backward1`] for a value computed from `x`, `y` and `z`; `bwd` returns their gradients in this order.
-///
-/// # Errors
-/// As [`with_backward1`].
-pub fn with_backward3<F>(
-    x: &Tensor,
-    y: &Tensor,
-    z: &Tensor,
-    out: impl Into<OpOutput>,
-    name: &'static str,
-    bwd: F,
-) -> Result<Tensor>
-where
-    F: Fn(&Tensor) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)>
-        + Send
-        + Sync
-        + 'static,
-{
-    with_backward3_of_result(x, y, z, out, name, move |_, grad| bwd(grad))
-}
-
-/// [`with_backward3`] with a backward that reads the value, too, and so need not keep it.
-pub(crate) fn with_backward3_of_result<F>(
-    x: &Tensor,
-    y: &Tensor,
-    z: &Tensor,
-    out: impl Into<OpOutput>,
-    name: &'static str,
-    bwd: F,
-) -> Result<Tensor>
-where
-    F: Fn(&Tensor, &Tensor) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)>
-        + Send
-        + Sync
-        + 'static,
-{
-    let out = out.into();
-    if !x.track_op() && !y.track_op() && !z.track_op() {
-        return Ok(out.into_tensor());
+    let node = Node {
+        name,
+        value: Mutex::new(Some(out.into_storage(name)?)),
+        bwd: Box::new(move |value, grad| bwd(value, grad).map(Vec::from)),
+    };
+    match inputs.as_slice() {
+        [x] => x.apply_op1(node),
+        [x, y] => x.apply_op2(y, node),
+        [x, y, z] => x.apply_op3(y, z, node),
+        inputs => bail!("{name}: a node of {} inputs", inputs.len()),
     }
-    x.apply_op3(y, z, Node::new(name, out, bwd)?)
 }

@@ -19,7 +19,7 @@ mod element;
 mod elements;
 mod embedding;
 mod embedding_order;
-mod geglu;
+mod gated;
 mod gpu;
 mod host_copies;
 mod kernel_files;
@@ -37,7 +37,6 @@ mod ragged;
 mod rope;
 mod state;
 mod sums;
-mod swiglu;
 mod upload;
 mod values;
 
@@ -53,7 +52,7 @@ pub(crate) use cudnn::is_there as has_cudnn;
 pub(crate) use device::{num_gpus, open};
 pub(crate) use elements::{add_into, round_into};
 pub(crate) use embedding::{embedding_forward, embedding_grad, embedding_grad_into};
-pub(crate) use geglu::{geglu_backward, geglu_forward};
+pub(crate) use gated::{gated_backward, gated_forward};
 pub(crate) use host_copies::{CopyStreams, PinnedBuffer, StreamCopy};
 pub(crate) use linear::{
     Added, linear_forward, linear_input_grad, linear_weight_grad, linear_weight_grad_into,
@@ -64,5 +63,4 @@ pub(crate) use quantized::{dequantize_rows, quantize_rows};
 pub(crate) use rope::{rope, rope_in_place};
 pub(crate) use state::{state, used_bytes};
 pub(crate) use sums::{sum_into, sum_of_squares, sum_of_squares_into};
-pub(crate) use swiglu::{swiglu_backward, swiglu_forward};
 pub(crate) use upload::upload;

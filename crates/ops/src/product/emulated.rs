@@ -1,5 +1,4 @@
-//! Tiles without AMX, for [`ProductChoice`](crate::ProductChoice) and for tests: by instructions that every processor has, with the bits
-//! that AMX gives.
+//! What tiles of AMX compute, by instructions that every processor has: the definition that tests compare with, bit by bit.
 
 use super::amx::{STEP_LINES, products};
 use super::kernel::{COLS, ROW_LINES};

@@ -76,6 +76,7 @@ impl Layout {
     }
 
     /// The line of a lane of one vector, and its place there.
+    #[cfg(test)]
     pub(super) fn lane(&self, vector: usize, lane: usize) -> (usize, usize) {
         let in_group = vector % self.width % LANES;
         let (first, step) = self.place(vector - in_group, lane / LANES * LANES);

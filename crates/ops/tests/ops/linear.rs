@@ -7,7 +7,7 @@ use crate::check::{
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
-    HeldRows, LinearWeight, PackedWeight, ProductChoice, linear, linear_bias_grad,
+    HeldRows, LinearWeight, PackedWeight, linear, linear_bias_grad,
     linear_bias_grad_into, linear_forward, linear_forward_add, linear_input_grad,
     linear_input_grad_sum, linear_of_few_rows, linear_weight_grad, linear_weight_grad_into,
 };
@@ -300,18 +300,12 @@ fn product_in_f64(xs: &Tensor, weight: &Tensor) -> Result<Tensor> {
     xs.to_dtype(DType::F64)?.broadcast_matmul(&weight)
 }
 
-/// Whether products with weights of this type read them packed: with AVX-512, and tiles, which may be emulated.
-fn is_packed(dtype: DType) -> Result<bool> {
-    use ProductChoice::{OnePart, ThreeParts, TwoParts};
+/// Whether products with weights read them packed: with AVX-512.
+fn is_packed() -> bool {
     #[cfg(target_arch = "x86_64")]
-    let has_vectors = is_x86_feature_detected!("avx512f");
+    return is_x86_feature_detected!("avx512f");
     #[cfg(not(target_arch = "x86_64"))]
-    let has_vectors = false;
-    let has_tiles = matches!(
-        ProductChoice::from_env()?,
-        Some(OnePart | TwoParts | ThreeParts)
-    );
-    Ok(has_vectors || has_tiles && dtype != DType::F16)
+    return false;
 }
 
 /// A packed weight changes no bit, whatever its type, whether products are worth it or not; and when it has changed and is forgotten.
@@ -337,7 +331,7 @@ fn packed_weights_give_the_bits_of_others() -> Result<()> {
             let least = 2 * 2 * weight.elem_count();
             assert_eq!(bytes > 0, packed.is_some());
             assert!(bytes == 0 || bytes >= least, "{bytes} of {least}");
-            assert_eq!(packed.is_some(), is_packed(dtype)?, "{dtype:?}");
+            assert_eq!(packed.is_some(), is_packed(), "{dtype:?}");
             let check = |what: &str| -> Result<()> {
                 let results = |weight: LinearWeight<'_>| -> Result<[Vec<f32>; 4]> {
                     let sum = LinearWeight::input_grad_sum(&[
