@@ -7,7 +7,7 @@
 
 use super::kernel::{COLS, Kernel, tile_lines};
 use super::packing::{Pairs, Panel};
-use crate::lines::{LANES, Line};
+use crate::cpu::lines::{LANES, Line};
 use std::arch::asm;
 
 /// Rows of a tile of sums.

@@ -2,13 +2,12 @@
 
 use super::amx::{STEP_LINES, products};
 use super::kernel::{COLS, ROW_LINES};
-use super::packing::{Format, Pairs};
-use super::packing::{Layout, Panel};
-use crate::element::Element;
-use crate::lines::{LANES, Line};
-use crate::matrix::Matrix;
-use crate::processor::has_avx512_bf16;
-use crate::vectorised::vectorised;
+use super::matrix::Matrix;
+use super::packing::{Format, Layout, Pairs, Panel};
+use crate::cpu::element::Element;
+use crate::cpu::lines::{LANES, Line};
+use crate::cpu::processor::has_avx512_bf16;
+use crate::cpu::vectorised::vectorised;
 use half::bf16;
 use std::ops::Range;
 

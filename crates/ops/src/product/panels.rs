@@ -1,11 +1,11 @@
 //! All panels of a right matrix, kept for many products.
 
-use super::blocks::{Sum, sums};
 use super::kernel::{COLS, Kernel, ROW_LINES};
+use super::matrix::{Matrix, PARALLEL_MULTIPLICATIONS};
 use super::packing::{Format, Layout, Panel};
-use crate::element::Element;
-use crate::lines::Line;
-use crate::matrix::{Matrix, PARALLEL_MULTIPLICATIONS};
+use super::sum::{Sum, sums};
+use crate::cpu::element::Element;
+use crate::cpu::lines::Line;
 use rayon::prelude::*;
 use std::alloc::{alloc_zeroed, handle_alloc_error};
 use std::any::TypeId;

@@ -108,7 +108,13 @@ fn in_sources() -> Signatures {
             for (suffix, t) in instances {
                 let words = |argument: &str| {
                     let words = argument.split_whitespace().filter(|word| *word != "\\");
-                    let words = words.map(|word| if word == "T*" { format!("{t}*") } else { word.to_string() });
+                    let words = words.map(|word| {
+                        if word == "T*" {
+                            format!("{t}*")
+                        } else {
+                            word.to_string()
+                        }
+                    });
                     words.collect::<Vec<_>>().join(" ")
                 };
                 let arguments = arguments.split(',').map(words).collect();

@@ -67,7 +67,9 @@ fn a_bare_storage_is_moved_not_copied() -> Result<()> {
     let values = vec![1f32, 2.0];
     let address = values.as_ptr();
     let output = OpOutput::from((CpuStorage::F32(values), 2));
-    let out = with_backward([random_var(1, 2)?.as_tensor()], output, "moved", |_| Ok([None]))?;
+    let out = with_backward([random_var(1, 2)?.as_tensor()], output, "moved", |_| {
+        Ok([None])
+    })?;
     let (guard, _) = out.storage_and_layout();
     let candle_core::Storage::Cpu(CpuStorage::F32(values)) = &*guard else {
         panic!("f32 on the CPU")
