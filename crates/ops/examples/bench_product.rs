@@ -6,19 +6,17 @@
 //! model is the time of all products of its step, each as often as it occurs. All cores.
 //!
 //! With `--rows N` it prints the forward pass of N rows, as a model that generates has, in GB/s of weights that are read, each a row's share of
-//! which is that of a plain sum over as many bytes; weights take turns, so that none is in a cache. `packed` are those in the order of products of many rows,
-//! of which the bytes of the values count.
+//! which is that of a plain sum over as many bytes; weights take turns, so that none is in a cache.
 //!
 //! With `--choose`, on a processor with AMX, it prints how well the code chooses by what products of f32 are multiplied, and what would be better.
 
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use candle_ops::{
-    HeldRows, LinearWeight, MatmulPrecision, PackedWeight, ProductChoice, ProductSize,
-    linear_forward, linear_input_grad, linear_of_few_rows, linear_weight_grad_into,
+    HeldRows, MatmulPrecision, ProductChoice, ProductSize, linear_forward, linear_input_grad,
+    linear_of_few_rows, linear_weight_grad_into,
 };
 use rayon::prelude::*;
-use std::fmt::{Display, Formatter};
 use std::hint::black_box;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -195,29 +193,42 @@ fn bench_few_rows(rows: usize, turns: usize) -> Result<()> {
     println!(
         "| product, rows x in x out | weights | GB/s | of the plain sum | ms |\n|---|---|---|---|---|"
     );
-    let floats = [DType::F32, DType::BF16, DType::F16];
-    let held = floats
-        .into_iter()
-        .filter(|dtype| PackedWeight::can_hold(*dtype));
+    let floats = [DType::F32, DType::BF16, DType::F16].map(|dtype| (dtype, None));
     let blocks = [
-        Form::Blocks(HeldRows::Q8_0, GgmlDType::Q8_0),
-        Form::Blocks(HeldRows::Q4K, GgmlDType::Q4K),
+        (HeldRows::Q8_0, GgmlDType::Q8_0),
+        (HeldRows::Q4K, GgmlDType::Q4K),
     ];
-    let forms = floats.into_iter().map(Form::Floats).chain(blocks);
-    for form in forms.chain(held.map(Form::Packed)) {
+    let blocks = blocks.map(|blocks| (DType::BF16, Some(blocks)));
+    for (dtype, blocks) in floats.into_iter().chain(blocks) {
+        let form = match blocks {
+            Some((form, _)) => format!("{form:?}").to_lowercase(),
+            None => dtype.as_str().to_string(),
+        };
         let (mut all_bytes, mut all_secs) = (0.0, 0.0);
         for Linear { name, sizes, count } in &LARGE {
             let [_, num_in, num_out] = *sizes;
             let values = Tensor::randn(0f32, 1.0, (num_out, num_in), &Device::Cpu)?;
-            let first = form.held(&values)?;
+            let first = match blocks {
+                None => values.to_dtype(dtype)?,
+                Some((_, blocks)) => {
+                    let bytes = QTensor::quantize(&values, blocks)?.data()?.into_owned();
+                    let shape = (num_out, bytes.len() / num_out);
+                    Tensor::from_vec(bytes, shape, &Device::Cpu)?
+                }
+            };
             let bytes = first.elem_count() * first.dtype().size_in_bytes();
-            let copies = (0..BYTES.div_ceil(bytes)).map(|_| form.product(first.copy()?));
-            let weights = copies.collect::<Result<Vec<_>>>()?;
-            let xs = Tensor::randn(0f32, 1.0, (rows, num_in), &Device::Cpu)?;
-            let xs = xs.to_dtype(form.dtype())?;
+            let copies = (1..BYTES.div_ceil(bytes)).map(|_| first.copy());
+            let weights = copies
+                .chain([Ok(first.clone())])
+                .collect::<Result<Vec<_>>>()?;
+            let xs = Tensor::randn(0f32, 1.0, (rows, num_in), &Device::Cpu)?.to_dtype(dtype)?;
             let run = || {
-                weights.iter().try_for_each(|product| {
-                    drop(black_box(product(&xs)?));
+                weights.iter().try_for_each(|weight| {
+                    let ys = match blocks {
+                        None => Some(linear_forward(&xs, weight, None)?),
+                        Some((form, _)) => linear_of_few_rows(&xs, weight, form, None, None)?,
+                    };
+                    drop(black_box(ys));
                     Ok(())
                 })
             };
@@ -239,72 +250,6 @@ fn bench_few_rows(rows: usize, turns: usize) -> Result<()> {
         );
     }
     Ok(())
-}
-
-/// How a weight is held.
-#[derive(Clone, Copy)]
-enum Form {
-    Floats(DType),
-    Blocks(HeldRows, GgmlDType),
-    /// In the order of the forward pass of many rows, and in no other.
-    Packed(DType),
-}
-
-/// The product of some rows with one weight.
-type Product = Box<dyn Fn(&Tensor) -> Result<Tensor>>;
-
-impl Form {
-    /// Type of the rows.
-    fn dtype(self) -> DType {
-        match self {
-            Self::Floats(dtype) | Self::Packed(dtype) => dtype,
-            Self::Blocks(..) => DType::BF16,
-        }
-    }
-
-    /// A weight (out, in) of these values.
-    fn held(self, values: &Tensor) -> Result<Tensor> {
-        let Self::Blocks(_, blocks) = self else {
-            return values.to_dtype(self.dtype());
-        };
-        let bytes = QTensor::quantize(values, blocks)?.data()?.into_owned();
-        let shape = (values.dim(0)?, bytes.len() / values.dim(0)?);
-        Tensor::from_vec(bytes, shape, &Device::Cpu)
-    }
-
-    /// What multiplies with such a weight.
-    fn product(self, values: Tensor) -> Result<Product> {
-        Ok(match self {
-            Self::Floats(_) => Box::new(move |xs| linear_forward(xs, &values, None)),
-            Self::Blocks(form, _) => Box::new(move |xs| {
-                let ys = linear_of_few_rows(xs, &values, form, None, None)?;
-                ys.ok_or_else(|| Error::msg("expected 16 rows or fewer"))
-            }),
-            Self::Packed(dtype) => {
-                let packed = PackedWeight::new(values.dims2()?, dtype);
-                let packed = packed.ok_or_else(|| Error::msg("nothing is packed"))?;
-                packed.hold(&values)?;
-                Box::new(move |xs| {
-                    let packed = Some(&packed);
-                    LinearWeight {
-                        values: None,
-                        packed,
-                    }
-                    .forward(xs, None)
-                })
-            }
-        })
-    }
-}
-
-impl Display for Form {
-    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Floats(dtype) => f.write_str(dtype.as_str()),
-            Self::Blocks(form, _) => f.write_str(&format!("{form:?}").to_lowercase()),
-            Self::Packed(dtype) => write!(f, "{} packed", dtype.as_str()),
-        }
-    }
 }
 
 /// The fastest of some runs.

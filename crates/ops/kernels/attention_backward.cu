@@ -111,68 +111,32 @@ __device__ void attention_backward_kv(T* dk, T* dv, float* k_sums, float* v_sums
     store_rows(dv, v_sums, true, owned_v, 1.0f, first, kv_head, a.kv_heads, a.keys, a);
 }
 
-extern "C" __global__ void attention_delta_f32(float* delta, const float* o, const float* grad, i64 rows, int t,
-                                               int heads, int d) {
-    attention_delta(delta, o, grad, rows, t, heads, d);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void attention_delta##SUFFIX(                                                               \
+        float* delta, const T* o, const T* grad, i64 rows, int t, int heads, int d) {                                 \
+        attention_delta(delta, o, grad, rows, t, heads, d);                                                           \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
-extern "C" __global__ void attention_delta_bf16(float* delta, const bf16* o, const bf16* grad, i64 rows, int t,
-                                                int heads, int d) {
-    attention_delta(delta, o, grad, rows, t, heads, d);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void attention_backward_q##SUFFIX(                                                          \
+        T* dq, float* sums, const T* q, const T* k, const T* v, const T* grad, const float* log_sum_exp,              \
+        const float* delta, const u32* ranges, int t, int keys, int heads, int kv_heads, int d, int group_size,       \
+        int group_offset, int window, float scale) {                                                                  \
+        attention_backward_q(dq, sums, q, k, v, grad, log_sum_exp, delta,                                             \
+                             {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});         \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
-extern "C" __global__ void attention_delta_f16(float* delta, const f16* o, const f16* grad, i64 rows, int t, int heads,
-                                               int d) {
-    attention_delta(delta, o, grad, rows, t, heads, d);
-}
-
-extern "C" __global__ void attention_backward_q_f32(float* dq, float* sums, const float* q, const float* k, const float* v,
-                                                    const float* grad, const float* log_sum_exp, const float* delta,
-                                                    const u32* ranges, int t, int keys, int heads, int kv_heads, int d,
-                                                    int group_size, int group_offset, int window, float scale) {
-    attention_backward_q(dq, sums, q, k, v, grad, log_sum_exp, delta,
-                         {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
-}
-
-extern "C" __global__ void attention_backward_q_bf16(bf16* dq, float* sums, const bf16* q, const bf16* k, const bf16* v,
-                                                    const bf16* grad, const float* log_sum_exp, const float* delta,
-                                                    const u32* ranges, int t, int keys, int heads, int kv_heads, int d,
-                                                    int group_size, int group_offset, int window, float scale) {
-    attention_backward_q(dq, sums, q, k, v, grad, log_sum_exp, delta,
-                         {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
-}
-
-extern "C" __global__ void attention_backward_q_f16(f16* dq, float* sums, const f16* q, const f16* k, const f16* v,
-                                                    const f16* grad, const float* log_sum_exp, const float* delta,
-                                                    const u32* ranges, int t, int keys, int heads, int kv_heads, int d,
-                                                    int group_size, int group_offset, int window, float scale) {
-    attention_backward_q(dq, sums, q, k, v, grad, log_sum_exp, delta,
-                         {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
-}
-
-extern "C" __global__ void attention_backward_kv_f32(float* dk, float* dv, float* k_sums, float* v_sums, const float* q,
-                                                     const float* k, const float* v, const float* grad,
-                                                     const float* log_sum_exp, const float* delta, const u32* ranges,
-                                                     int t, int keys, int heads, int kv_heads, int d, int group_size,
-                                                     int group_offset, int window, float scale) {
-    attention_backward_kv(dk, dv, k_sums, v_sums, q, k, v, grad, log_sum_exp, delta,
-                          {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
-}
-
-extern "C" __global__ void attention_backward_kv_bf16(bf16* dk, bf16* dv, float* k_sums, float* v_sums, const bf16* q,
-                                                     const bf16* k, const bf16* v, const bf16* grad,
-                                                     const float* log_sum_exp, const float* delta, const u32* ranges,
-                                                     int t, int keys, int heads, int kv_heads, int d, int group_size,
-                                                     int group_offset, int window, float scale) {
-    attention_backward_kv(dk, dv, k_sums, v_sums, q, k, v, grad, log_sum_exp, delta,
-                          {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
-}
-
-extern "C" __global__ void attention_backward_kv_f16(f16* dk, f16* dv, float* k_sums, float* v_sums, const f16* q,
-                                                     const f16* k, const f16* v, const f16* grad,
-                                                     const float* log_sum_exp, const float* delta, const u32* ranges,
-                                                     int t, int keys, int heads, int kv_heads, int d, int group_size,
-                                                     int group_offset, int window, float scale) {
-    attention_backward_kv(dk, dv, k_sums, v_sums, q, k, v, grad, log_sum_exp, delta,
-                          {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void attention_backward_kv##SUFFIX(                                                         \
+        T* dk, T* dv, float* k_sums, float* v_sums, const T* q, const T* k, const T* v, const T* grad,                \
+        const float* log_sum_exp, const float* delta, const u32* ranges, int t, int keys, int heads, int kv_heads,    \
+        int d, int group_size, int group_offset, int window, float scale) {                                           \
+        attention_backward_kv(dk, dv, k_sums, v_sums, q, k, v, grad, log_sum_exp, delta,                              \
+                              {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});        \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL

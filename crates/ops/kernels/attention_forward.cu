@@ -51,26 +51,12 @@ __device__ void attention_forward(T* o, float* sums, float* log_sum_exp, const T
     }
 }
 
-extern "C" __global__ void attention_forward_f32(float* o, float* sums, float* log_sum_exp, const float* q, const float* k,
-                                                 const float* v, const u32* ranges, int t, int keys, int heads,
-                                                 int kv_heads, int d, int group_size, int group_offset, int window,
-                                                 float scale) {
-    attention_forward(o, sums, log_sum_exp, q, k, v,
-                      {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
-}
-
-extern "C" __global__ void attention_forward_bf16(bf16* o, float* sums, float* log_sum_exp, const bf16* q, const bf16* k,
-                                                 const bf16* v, const u32* ranges, int t, int keys, int heads,
-                                                 int kv_heads, int d, int group_size, int group_offset, int window,
-                                                 float scale) {
-    attention_forward(o, sums, log_sum_exp, q, k, v,
-                      {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
-}
-
-extern "C" __global__ void attention_forward_f16(f16* o, float* sums, float* log_sum_exp, const f16* q, const f16* k,
-                                                 const f16* v, const u32* ranges, int t, int keys, int heads,
-                                                 int kv_heads, int d, int group_size, int group_offset, int window,
-                                                 float scale) {
-    attention_forward(o, sums, log_sum_exp, q, k, v,
-                      {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void attention_forward##SUFFIX(                                                             \
+        T* o, float* sums, float* log_sum_exp, const T* q, const T* k, const T* v, const u32* ranges, int t,          \
+        int keys, int heads, int kv_heads, int d, int group_size, int group_offset, int window, float scale) {        \
+        attention_forward(o, sums, log_sum_exp, q, k, v,                                                              \
+                          {ranges, t, keys, heads, kv_heads, d, group_size, group_offset, window, scale});            \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL

@@ -19,124 +19,80 @@
 //! on detached tensors for blocks with a backward of their own (`rms_norm_forward`, `rms_norm_backward`, and
 //! `.._into` where a gradient goes straight into a buffer that exists). A function that writes to a tensor holds the lock of its
 //! storage while all threads work: two such calls on views of one storage must not be jobs of one rayon pool.
+//!
+//! # Device twins
+//!
+//! An operation in `x.rs` that has kernels of its own for GPUs has a twin of the same names in `x_gpu.rs` beside it. The public function checks shapes, then goes there
+//! by `on_cuda!` if its tensors are on a GPU; the twin checks dtypes, device and layouts. What twins have in common, kernels and how they are launched, is in `cuda`.
+//! All are tested on an emulated GPU, with the kernels compiled for the CPU, and on an H100 (`docs/gpu/RESULTS.md`).
 
 #![deny(unsafe_code)]
 
-mod adamw;
 mod attention;
-mod attention_blocks;
-mod attention_code;
-mod attention_merge;
-#[cfg(any(test, feature = "cudnn"))]
-mod attention_rectangle;
-mod attention_spec;
-mod awake;
-mod blocks;
-mod chunks;
-mod cross_entropy;
+mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod device_choice;
-mod dispatch;
-mod document_starts;
-mod element;
-mod elements;
+mod device;
+mod elementwise;
 mod embedding;
-mod exp;
-mod few_rows;
-mod filled;
-mod gated;
-mod geglu;
-mod gpu_settings;
-mod gpu_state;
-mod half_precision;
-mod head_groups;
 mod host;
-mod host_copies;
-mod host_floats;
-mod in_place;
-mod lanes;
-mod layer_norm;
 mod linear;
-mod linear_grad;
-mod lines;
-mod mapped;
-mod master_remainder;
-mod matmul_precision;
-mod matrix;
-mod matrix_product;
-mod op_output;
-mod op_timer;
-mod op_times;
-mod packed;
-mod packed_weight;
-mod panel_rows;
-mod processor;
-#[cfg(target_arch = "x86_64")]
+mod loss;
+mod norm;
 mod product;
-mod product_choice;
-#[cfg(target_arch = "x86_64")]
-mod product_lanes;
-mod profile;
-mod quantized;
-mod rms_norm;
-mod rope;
-mod row_norm;
-mod runs;
-mod stopwatch;
-mod sums;
-mod swiglu;
-mod upload;
-mod vector;
-mod vectorised;
-mod vocab_shard;
-mod with_backward;
+mod settings;
+mod timing;
+mod update;
 
-pub use adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, adamw};
-pub use attention::{
+pub use attention::causal::{
     attention_backward, attention_backward_of_part, attention_delta, attention_forward,
     attention_of_part, causal_attention,
 };
-pub use attention_code::AttentionCode;
-pub use attention_merge::merge_attention;
-pub use attention_spec::{AttentionGrad, AttentionSpec};
-pub use cross_entropy::cross_entropy;
-pub use device_choice::DeviceChoice;
-pub use document_starts::DocumentStarts;
-pub use elements::{add_into, round_into};
-pub use embedding::{embedding, embedding_forward, embedding_grad_into};
-pub use geglu::{geglu_backward, geglu_backward_and_output, geglu_forward};
-pub use gpu_settings::GpuSettings;
-pub use gpu_state::GpuState;
-pub use head_groups::HeadGroups;
-pub use host_copies::{HostBuffer, HostCopies, HostCopy};
-pub use layer_norm::{layer_norm, layer_norm_backward, layer_norm_forward};
-pub use linear::{HeldRows, linear, linear_forward, linear_forward_add, linear_of_few_rows};
-pub use linear_grad::{
-    linear_bias_grad, linear_bias_grad_into, linear_input_grad, linear_input_grad_sum,
-    linear_weight_grad, linear_weight_grad_into,
+pub use attention::document_starts::DocumentStarts;
+pub use attention::head_groups::HeadGroups;
+pub use attention::merge::merge_attention;
+pub use attention::runs::{AttentionRows, Run, Runs};
+pub use attention::spec::{AttentionGrad, AttentionSpec};
+pub use device::device_choice::DeviceChoice;
+pub use device::gpu_state::GpuState;
+pub use device::host_copies::{HostBuffer, HostCopies, HostCopy};
+pub use device::profile::Profile;
+pub use device::stopwatch::Stopwatch;
+pub use device::upload::upload;
+pub use elementwise::elements::{add_into, round_into};
+pub use elementwise::gated::{
+    geglu_backward, geglu_backward_and_output, geglu_forward, swiglu, swiglu_backward,
+    swiglu_backward_and_output, swiglu_forward,
 };
-pub use master_remainder::{join_master, split_master};
-pub use matmul_precision::MatmulPrecision;
-pub use op_output::OpOutput;
-pub use packed_weight::{LinearWeight, PackedWeight};
-pub use product_choice::{ProductChoice, ProductSize};
-pub use profile::{OpTime, Profile};
-pub use quantized::{
+pub use elementwise::quantized::{
     QuantizedType, dequantize_rows_into, dequantize_sum_into, quantize_rows,
     quantize_rows_transposed,
 };
-pub use rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
-pub use rope::{RopeDirection, rope, rope_in_place};
-pub use runs::{AttentionRows, Run, Runs};
-pub use stopwatch::Stopwatch;
-pub use sums::{sum_into, sum_of_squares, sum_of_squares_into};
-pub use swiglu::{swiglu, swiglu_backward, swiglu_backward_and_output, swiglu_forward};
-pub use upload::upload;
-pub use vocab_shard::{
-    cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss, softmax_stats,
+pub use elementwise::rope::{RopeDirection, rope, rope_in_place};
+pub use embedding::lookup::{embedding, embedding_forward, embedding_grad_into};
+pub use host::op_output::OpOutput;
+pub use host::with_backward::with_backward;
+pub use linear::forward::{
+    HeldRows, linear, linear_forward, linear_forward_add, linear_of_few_rows,
 };
-pub use with_backward::{with_backward1, with_backward2, with_backward3};
-
-/// Target id that marks a position without a target: it adds nothing to the loss and gets no gradient.
-pub const IGNORE_INDEX: u32 = u32::MAX;
+pub use linear::grad::{
+    linear_bias_grad, linear_bias_grad_into, linear_input_grad, linear_input_grad_sum,
+    linear_weight_grad, linear_weight_grad_into,
+};
+pub use linear::weight::LinearWeight;
+pub use loss::cross_entropy::cross_entropy;
+pub use loss::vocab_shard::{
+    IGNORE_INDEX, cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss,
+    softmax_stats,
+};
+pub use norm::layer_norm::{layer_norm, layer_norm_backward, layer_norm_forward};
+pub use norm::rms_norm::{rms_norm, rms_norm_backward, rms_norm_forward};
+pub use product::packed_weight::PackedWeight;
+pub use settings::attention_code::AttentionCode;
+pub use settings::gpu_settings::GpuSettings;
+pub use settings::matmul_precision::MatmulPrecision;
+pub use settings::product_choice::{ProductChoice, ProductSize};
+pub use timing::op_times::OpTime;
+pub use update::adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, adamw};
+pub use update::master_remainder::{join_master, split_master};
+pub use update::sums::{sum_into, sum_of_squares, sum_of_squares_into};

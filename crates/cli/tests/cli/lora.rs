@@ -240,7 +240,6 @@ fn a_base_in_fewer_bits_takes_less_memory_and_nearly_the_same_losses() {
             last["memory"]["weights_peak_bytes"].as_u64().unwrap(),
         )
     };
-    // Frozen weights that stay packed are nowhere else.
     let program = lora(&workspace)
         .flag("--tp", 1)
         .flag("--pp", 1)

@@ -19,17 +19,17 @@ struct RawSlot {
 /// `AdamWSlots` of `kernels/adamw.cu`.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
-pub(super) struct AdamWSlots {
+pub(crate) struct AdamWSlots {
     slots: [RawSlot; Self::MAX],
 }
 
 impl AdamWSlots {
     /// Tensors of one launch: `ADAMW_SLOTS` of `kernels/adamw.cu`.
-    pub(super) const MAX: usize = 16;
+    pub(crate) const MAX: usize = 16;
 
     /// Sets slot `index`, below [`Self::MAX`]: weights, the place of the first one in the flat buffers, how many, and their
     /// factor.
-    pub(super) fn set<T>(
+    pub(crate) fn set<T>(
         &mut self,
         index: usize,
         weights: Out<T>,

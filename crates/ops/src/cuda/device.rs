@@ -1,5 +1,7 @@
 //! Opening a GPU the way training needs it.
 
+#![allow(unsafe_code)]
+
 use super::library::missing_library;
 use super::loaded::{load_all, load_those_of_candle};
 use candle_core::cuda_backend::WrapErr;

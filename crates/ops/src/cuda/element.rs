@@ -6,7 +6,7 @@ use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use half::{bf16, f16};
 
 /// A type that kernels have an instance for.
-pub(super) trait Element: CudaDType + DeviceRepr + WithDType {
+pub(crate) trait Element: CudaDType + DeviceRepr + WithDType {
     /// End of the instance's name.
     const SUFFIX: &'static str;
 }
@@ -48,4 +48,4 @@ macro_rules! by_dtype {
         }
     };
 }
-pub(super) use by_dtype;
+pub(crate) use by_dtype;

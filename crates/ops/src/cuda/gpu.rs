@@ -1,9 +1,11 @@
 //! A GPU at work for one operation: grids, memory, and tensors checked to be what a kernel takes.
 
+#![allow(unsafe_code)]
+
 use super::element::Element;
 use super::launch::Launch;
 use super::pointer::{In, Out};
-use super::values::{Fresh, Values, address};
+use super::values::{Fresh, GpuValues, address};
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
@@ -16,23 +18,23 @@ use std::cell::Cell;
 use std::mem::size_of;
 
 /// Threads of a block, but for kernels that say otherwise.
-pub(super) const BLOCK: u32 = 256;
+pub(crate) const BLOCK: u32 = 256;
 
 /// The largest grid; kernels loop over what is beyond it.
 const MAX_BLOCKS: usize = i32::MAX as usize;
 
 /// The same of a grid's second and third dim.
-pub(super) const MAX_BLOCKS_Y: usize = 65535;
+pub(crate) const MAX_BLOCKS_Y: usize = 65535;
 
 /// A GPU, and the operation that uses it, for its errors.
-pub(super) struct Gpu {
-    pub(super) device: CudaDevice,
+pub(crate) struct Gpu {
+    pub(crate) device: CudaDevice,
     op: &'static str,
 }
 
 impl Gpu {
     /// The GPU that holds `tensor`, made this thread's.
-    pub(super) fn of(op: &'static str, tensor: &Tensor) -> Result<Self> {
+    pub(crate) fn of(op: &'static str, tensor: &Tensor) -> Result<Self> {
         match tensor.device() {
             Device::Cuda(device) => {
                 device.cuda_stream().context().bind_to_thread().w()?;
@@ -49,7 +51,7 @@ impl Gpu {
     }
 
     /// The operation.
-    pub(super) fn op(&self) -> &'static str {
+    pub(crate) fn op(&self) -> &'static str {
         self.op
     }
 
@@ -57,7 +59,7 @@ impl Gpu {
     ///
     /// # Safety
     /// Both must hold `len` values, not the same ones.
-    pub(super) unsafe fn copy<T: DeviceRepr>(
+    pub(crate) unsafe fn copy<T: DeviceRepr>(
         &self,
         dst: Out<T>,
         src: In<T>,
@@ -69,12 +71,12 @@ impl Gpu {
     }
 
     /// A grid of `blocks` blocks in a row.
-    pub(super) fn blocks(&self, blocks: usize, block: u32, shared_bytes: usize) -> Result<Launch> {
+    pub(crate) fn blocks(&self, blocks: usize, block: u32, shared_bytes: usize) -> Result<Launch> {
         self.grid([blocks, 1, 1], block, shared_bytes)
     }
 
     /// A grid in three dimensions.
-    pub(super) fn grid(&self, grid: [usize; 3], block: u32, shared_bytes: usize) -> Result<Launch> {
+    pub(crate) fn grid(&self, grid: [usize; 3], block: u32, shared_bytes: usize) -> Result<Launch> {
         let [x, y, z] = grid;
         if y > MAX_BLOCKS_Y || z > MAX_BLOCKS_Y {
             bail!(
@@ -93,57 +95,57 @@ impl Gpu {
     }
 
     /// A launch over `len` values, 8 for each thread.
-    pub(super) fn elements(&self, len: usize) -> Result<Launch> {
+    pub(crate) fn elements(&self, len: usize) -> Result<Launch> {
         self.blocks(len.div_ceil(2048).min(MAX_BLOCKS), BLOCK, 0)
     }
 
     /// A launch over `rows`, a block for each.
-    pub(super) fn rows(&self, rows: usize, block: u32, shared_bytes: usize) -> Result<Launch> {
+    pub(crate) fn rows(&self, rows: usize, block: u32, shared_bytes: usize) -> Result<Launch> {
         self.blocks(rows.min(MAX_BLOCKS), block, shared_bytes)
     }
 
     /// Memory for `len` values, not yet written.
-    pub(super) fn alloc<T: Element>(&self, len: usize) -> Result<Fresh<T>> {
+    pub(crate) fn alloc<T: Element>(&self, len: usize) -> Result<Fresh<T>> {
         Fresh::new(&self.device, len)
     }
 
     /// Memory for `len` ids or positions, not yet written.
-    pub(super) fn alloc_u32(&self, len: usize) -> Result<Fresh<u32>> {
+    pub(crate) fn alloc_u32(&self, len: usize) -> Result<Fresh<u32>> {
         Fresh::new(&self.device, len)
     }
 
     /// Memory for `len` bytes, not yet written.
-    pub(super) fn alloc_u8(&self, len: usize) -> Result<Fresh<u8>> {
+    pub(crate) fn alloc_u8(&self, len: usize) -> Result<Fresh<u8>> {
         Fresh::new(&self.device, len)
     }
 
     /// Memory for `len` sums, not yet written.
-    pub(super) fn alloc_f64(&self, len: usize) -> Result<Fresh<f64>> {
+    pub(crate) fn alloc_f64(&self, len: usize) -> Result<Fresh<f64>> {
         Fresh::new(&self.device, len)
     }
 
     /// A size as kernels take it.
-    pub(super) fn i32(&self, size: usize) -> Result<i32> {
+    pub(crate) fn i32(&self, size: usize) -> Result<i32> {
         i32::try_from(size).or_else(|_| bail!("{}: {size} is more than kernels count to", self.op))
     }
 
     /// A size as kernels take it.
-    pub(super) fn u32(&self, size: usize) -> Result<u32> {
+    pub(crate) fn u32(&self, size: usize) -> Result<u32> {
         u32::try_from(size).or_else(|_| bail!("{}: {size} is more than kernels count to", self.op))
     }
 
     /// The values of `tensor`, which must be contiguous and on this GPU.
-    pub(super) fn read<'a, T: CudaDType + WithDType>(
+    pub(crate) fn read<'a, T: CudaDType + WithDType>(
         &self,
         what: &str,
         tensor: &'a Tensor,
-    ) -> Result<Values<'a>> {
+    ) -> Result<GpuValues<'a>> {
         self.check::<T>(what, tensor)?;
-        Values::new::<T>(tensor)
+        GpuValues::new::<T>(tensor)
     }
 
     /// Lets `write` change the values of `dst`, which must be contiguous.
-    pub(super) fn write<T: CudaDType + WithDType + DeviceRepr>(
+    pub(crate) fn write<T: CudaDType + WithDType + DeviceRepr>(
         &self,
         what: &str,
         dst: &Tensor,

@@ -7,16 +7,16 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// A file of `kernels/`, by its name without the ending.
-pub(super) struct KernelFile {
-    pub(super) name: &'static str,
+pub(crate) struct KernelFile {
+    pub(crate) name: &'static str,
     compiled: &'static [u8],
-    pub(super) kernels: &'static [Kernel],
+    pub(crate) kernels: &'static [Kernel],
 }
 
 /// A kernel, and the endings of the names of its instances.
-pub(super) struct Kernel {
-    pub(super) name: &'static str,
-    pub(super) suffixes: &'static [&'static str],
+pub(crate) struct Kernel {
+    pub(crate) name: &'static str,
+    pub(crate) suffixes: &'static [&'static str],
 }
 
 macro_rules! suffixes {
@@ -31,7 +31,7 @@ macro_rules! suffixes {
 macro_rules! files {
     ($($file:literal { $($name:ident $([$t:ident])? ($($argument:ident: $type:ty),* $(,)?);)* })*) => {
         /// All of them.
-        pub(super) const KERNEL_FILES: &[KernelFile] = &[$(KernelFile {
+        pub(crate) const KERNEL_FILES: &[KernelFile] = &[$(KernelFile {
             name: $file,
             compiled: include_bytes!(concat!(env!("OUT_DIR"), "/", $file, ".fatbin")),
             kernels: &[$(Kernel { name: stringify!($name), suffixes: suffixes!($($t)?) }),*],
@@ -43,7 +43,7 @@ for_each_kernel!(files);
 
 /// Files that replace those in this program, by name.
 #[derive(Default)]
-pub(super) struct Replacements(BTreeMap<&'static str, (PathBuf, Vec<u8>)>);
+pub(crate) struct Replacements(BTreeMap<&'static str, (PathBuf, Vec<u8>)>);
 
 /// The endings of what nvcc compiles for a GPU.
 const ENDINGS: [&str; 2] = ["cubin", "fatbin"];
@@ -56,7 +56,7 @@ impl Replacements {
     ///
     /// # Errors
     /// When the folder or a file cannot be read, there is none, or one has no name of a file of kernels.
-    pub(super) fn of(folder: &Path) -> Result<Self> {
+    pub(crate) fn of(folder: &Path) -> Result<Self> {
         let failed = |path: &Path, err: std::io::Error| {
             let path = path.display();
             Error::Msg(format!(
@@ -109,7 +109,7 @@ impl Replacements {
     }
 
     /// What to load for a file, and what it is called in errors.
-    pub(super) fn compiled(&self, file: &KernelFile) -> (Cow<'static, [u8]>, String) {
+    pub(crate) fn compiled(&self, file: &KernelFile) -> (Cow<'static, [u8]>, String) {
         match self.0.get(file.name) {
             Some((path, bytes)) => (
                 Cow::Owned(bytes.clone()),
@@ -123,7 +123,7 @@ impl Replacements {
     }
 
     /// The paths of all.
-    pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
+    pub(crate) fn paths(&self) -> impl Iterator<Item = &Path> {
         self.0.values().map(|(path, _)| path.as_path())
     }
 }

@@ -1,12 +1,14 @@
 //! From a kernel's name to work on candle's stream: one function for each kernel in the table.
 
+#![allow(unsafe_code)]
+
 use super::adamw_slots::AdamWSlots;
 use super::element::Element;
 use super::kernel_table::for_each_kernel;
 use super::loaded::loaded;
 use super::pointer::{Argument, In, OptIn, OptOut, Out};
 use super::profile::timed;
-use crate::op_times::OpName;
+use crate::timing::op_times::OpName;
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -20,14 +22,14 @@ const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 
 /// Where and how wide a kernel runs. The numbers come from shapes alone, never from the GPU at hand, so that results do not
 /// depend on it.
-pub(super) struct Launch {
+pub(crate) struct Launch {
     stream: Arc<CudaStream>,
     config: LaunchConfig,
 }
 
 impl Launch {
     /// `grid` blocks of `block` threads with `shared_bytes` of shared memory each.
-    pub(super) fn new(
+    pub(crate) fn new(
         stream: Arc<CudaStream>,
         grid: (u32, u32, u32),
         block: u32,
@@ -62,7 +64,7 @@ macro_rules! launchers {
             /// The pointers must hold as many values as the kernel reads or writes for the sizes given, and the launch must
             /// be what `kernels/README.md` asks for.
             #[allow(clippy::too_many_arguments, reason = "the kernel's, in its order: a struct for each would say them once more")]
-            pub(super) unsafe fn $name $(<$t: Element>)? (launch: &Launch, $($argument: $type),*) -> Result<()> {
+            pub(crate) unsafe fn $name $(<$t: Element>)? (launch: &Launch, $($argument: $type),*) -> Result<()> {
                 let suffix: &[&str] = &[$($t::SUFFIX)?];
                 let function = launch.function(&[stringify!($name), &suffix.concat()].concat())?;
                 $(let $argument = Argument::raw(&$argument);)*

@@ -3,6 +3,8 @@
 //! A program linked against `scripts/cuda-stand-ins.py`'s files starts without them, and what is missing shows as an error
 //! code that could also mean something else. Here the loader itself is asked.
 
+#![allow(unsafe_code)]
+
 use std::ffi::{CStr, c_char, c_int, c_void};
 
 /// A function of each library that opening a device needs, the library's file, and where it comes from.
@@ -35,7 +37,7 @@ unsafe extern "C" {
 }
 
 /// The first library that is neither loaded nor can be, as a sentence with a hint.
-pub(super) fn missing_library() -> Option<String> {
+pub(crate) fn missing_library() -> Option<String> {
     LIBRARIES
         .iter()
         .find_map(|(function, file, origin)| missing(function, file, origin))

@@ -4,7 +4,7 @@
 //! for another rank, and that rank waits for this one, none goes on; so nothing is left to load by then.
 
 use super::kernel_files::{KERNEL_FILES, KernelFile, Replacements};
-use crate::GpuSettings;
+use crate::settings::gpu_settings::GpuSettings;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaFunction, DriverError};
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::kernels;
@@ -23,12 +23,12 @@ static LOADED: Mutex<Option<HashMap<usize, Functions>>> = Mutex::new(None);
 ///
 /// # Errors
 /// When a file cannot be loaded, or lacks a kernel, or the folder of [`GpuSettings::kernels`] is not as it should be.
-pub(super) fn load_all(context: &Arc<CudaContext>) -> Result<()> {
+pub(crate) fn load_all(context: &Arc<CudaContext>) -> Result<()> {
     with_functions(context, |_| Ok(()))
 }
 
 /// A kernel; of a device that was not opened by this crate all are loaded now.
-pub(super) fn loaded(context: &Arc<CudaContext>, kernel: &str) -> Result<CudaFunction> {
+pub(crate) fn loaded(context: &Arc<CudaContext>, kernel: &str) -> Result<CudaFunction> {
     with_functions(context, |functions| match functions.get(kernel) {
         Some(function) => Ok(function.clone()),
         None => bail!("there is no kernel {kernel}"),
@@ -87,7 +87,7 @@ const OF_CANDLE: [(&kernels::Module, &[&str]); 5] = [
 ///
 /// # Errors
 /// When one cannot be loaded.
-pub(super) fn load_those_of_candle(device: &CudaDevice) -> Result<()> {
+pub(crate) fn load_those_of_candle(device: &CudaDevice) -> Result<()> {
     for (file, names) in OF_CANDLE {
         for name in names {
             let loaded = device.get_or_load_func(name, file);
@@ -153,12 +153,11 @@ fn load_file(
 #[cfg(test)]
 mod tests {
     use super::{Functions, KERNEL_FILES, Replacements, load_file};
-    use crate::DeviceChoice;
     use candle_core::Result;
 
     #[test]
     fn code_that_cannot_be_loaded_is_named() -> Result<()> {
-        let device = match DeviceChoice::Cuda(0).open() {
+        let device = match crate::cuda::device::open(0) {
             Ok(device) => device,
             Err(err) => {
                 let required = std::env::var("CANDLE_TRAIN_REQUIRE_CUDA").is_ok_and(|v| v == "1");

@@ -6,45 +6,45 @@ use std::marker::PhantomData;
 
 /// Values that a kernel reads.
 #[derive(Clone, Copy)]
-pub(super) struct In<'a, T>(CUdeviceptr, PhantomData<&'a T>);
+pub(crate) struct In<'a, T>(CUdeviceptr, PhantomData<&'a T>);
 
 /// Values that a kernel writes, and may read.
 #[derive(Clone, Copy)]
-pub(super) struct Out<'a, T>(CUdeviceptr, PhantomData<&'a T>);
+pub(crate) struct Out<'a, T>(CUdeviceptr, PhantomData<&'a T>);
 
 /// An input that may be absent.
-pub(super) type OptIn<'a, T> = Option<In<'a, T>>;
+pub(crate) type OptIn<'a, T> = Option<In<'a, T>>;
 
 /// An output that may be absent.
-pub(super) type OptOut<'a, T> = Option<Out<'a, T>>;
+pub(crate) type OptOut<'a, T> = Option<Out<'a, T>>;
 
 impl<T> In<'_, T> {
-    pub(super) fn new(address: CUdeviceptr) -> Self {
+    pub(crate) fn new(address: CUdeviceptr) -> Self {
         Self(address, PhantomData)
     }
 
-    pub(super) fn address(&self) -> CUdeviceptr {
+    pub(crate) fn address(&self) -> CUdeviceptr {
         self.0
     }
 }
 
 impl<'a, T> Out<'a, T> {
-    pub(super) fn new(address: CUdeviceptr) -> Self {
+    pub(crate) fn new(address: CUdeviceptr) -> Self {
         Self(address, PhantomData)
     }
 
-    pub(super) fn address(&self) -> CUdeviceptr {
+    pub(crate) fn address(&self) -> CUdeviceptr {
         self.0
     }
 
     /// The same values as an input: of the next launch, or of this one where the kernel says that it may be.
-    pub(super) fn read(&self) -> In<'a, T> {
+    pub(crate) fn read(&self) -> In<'a, T> {
         In(self.0, PhantomData)
     }
 }
 
 /// What a kernel receives for an argument.
-pub(super) trait Argument {
+pub(crate) trait Argument {
     type Raw: DeviceRepr;
 
     fn raw(&self) -> Self::Raw;

@@ -1,8 +1,10 @@
 //! GPU time of each kernel and product, from events on the stream around it. The events are read when the profile ends, so that
 //! nothing waits before.
 
-use crate::OpTime;
-use crate::op_times::{OpName, OpTimes};
+#![allow(unsafe_code)]
+
+use crate::timing::op_times::OpTime;
+use crate::timing::op_times::{OpName, OpTimes};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::result::event::elapsed;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
@@ -66,7 +68,7 @@ fn now(stream: &Arc<CudaStream>) -> Result<CudaEvent> {
 }
 
 /// Puts `work` on the stream; if its GPU is being profiled, between two events under the name `op`.
-pub(super) fn timed<T>(
+pub(crate) fn timed<T>(
     op: OpName,
     stream: &Arc<CudaStream>,
     work: impl FnOnce() -> Result<T>,

@@ -1,7 +1,9 @@
 //! Values on the GPU: those of a tensor, and new ones.
 
+#![allow(unsafe_code)]
+
 use super::pointer::{In, Out};
-use crate::OpOutput;
+use crate::host::op_output::OpOutput;
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr};
 use candle_core::{
@@ -10,14 +12,14 @@ use candle_core::{
 use std::mem::size_of;
 
 /// The values of a tensor under candle's read lock.
-pub(super) struct Values<'a> {
+pub(crate) struct GpuValues<'a> {
     _guard: StorageRef<'a>,
     address: u64,
 }
 
-impl<'a> Values<'a> {
+impl<'a> GpuValues<'a> {
     /// Those of a contiguous tensor on a GPU.
-    pub(super) fn new<T: CudaDType>(tensor: &'a Tensor) -> Result<Self> {
+    pub(crate) fn new<T: CudaDType>(tensor: &'a Tensor) -> Result<Self> {
         let (guard, layout) = tensor.storage_and_layout();
         let address = match &*guard {
             Storage::Cuda(storage) => address::<T>(storage, layout)?,
@@ -30,13 +32,13 @@ impl<'a> Values<'a> {
     }
 
     /// The values; `T` is the type they were checked for.
-    pub(super) fn get<T>(&self) -> In<'_, T> {
+    pub(crate) fn get<T>(&self) -> In<'_, T> {
         In::new(self.address)
     }
 }
 
 /// Of the first value of a layout.
-pub(super) fn address<T: CudaDType>(storage: &CudaStorage, layout: &Layout) -> Result<u64> {
+pub(crate) fn address<T: CudaDType>(storage: &CudaStorage, layout: &Layout) -> Result<u64> {
     let slice = storage.as_cuda_slice::<T>()?;
     // Everything on this device is on one stream, so there is no event to wait for or record.
     let (start, _) = slice.device_ptr(slice.stream());
@@ -44,13 +46,13 @@ pub(super) fn address<T: CudaDType>(storage: &CudaStorage, layout: &Layout) -> R
 }
 
 /// New values on the GPU.
-pub(super) struct Fresh<T> {
+pub(crate) struct Fresh<T> {
     slice: CudaSlice<T>,
     device: CudaDevice,
 }
 
 impl<T: CudaDType + DeviceRepr> Fresh<T> {
-    pub(super) fn new(device: &CudaDevice, len: usize) -> Result<Self> {
+    pub(crate) fn new(device: &CudaDevice, len: usize) -> Result<Self> {
         // SAFETY: the callers' kernels write every value before anything reads it. An allocation of nothing is an error
         // to CUDA.
         let slice = unsafe { device.alloc::<T>(len.max(1)) };
@@ -65,18 +67,18 @@ impl<T: CudaDType + DeviceRepr> Fresh<T> {
     }
 
     /// Where a kernel writes.
-    pub(super) fn out(&self) -> Out<'_, T> {
+    pub(crate) fn out(&self) -> Out<'_, T> {
         let (start, _) = self.slice.device_ptr(self.slice.stream());
         Out::new(start)
     }
 
     /// The values as what an operation returns.
-    pub(super) fn into_output(self, shape: impl Into<Shape>) -> OpOutput {
+    pub(crate) fn into_output(self, shape: impl Into<Shape>) -> OpOutput {
         OpOutput::on_cuda(CudaStorage::wrap_cuda_slice(self.slice, self.device), shape)
     }
 
     /// The values as a tensor outside any graph.
-    pub(super) fn into_tensor(self, shape: impl Into<Shape>) -> Tensor {
+    pub(crate) fn into_tensor(self, shape: impl Into<Shape>) -> Tensor {
         self.into_output(shape).into_tensor()
     }
 }

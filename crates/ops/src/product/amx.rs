@@ -5,11 +5,9 @@
 //! one of the first and one of the second numbers of the pairs, by multiply-adds from 0; the sum of the two is added to the
 //! element. Numbers below 2^-126 count as 0.
 
-use super::emulated::{self, TilePairs};
 use super::kernel::{COLS, Kernel, tile_lines};
-use super::packing::Panel;
-use crate::lines::{LANES, Line};
-use crate::processor::has_amx;
+use super::packing::{Pairs, Panel};
+use crate::cpu::lines::{LANES, Line};
 use std::arch::asm;
 
 /// Rows of a tile of sums.
@@ -19,8 +17,7 @@ pub(super) const SUM_LEN: usize = 512;
 /// Lines that a step reads of each matrix.
 pub(super) const STEP_LINES: usize = 2 * LANES;
 
-/// Products of sums of `PARTS` bf16: all pairs of parts but those that are smaller than the error, the smallest first. Where there is no AMX it is
-/// emulated.
+/// Products of sums of `PARTS` bf16: all pairs of parts but those that are smaller than the error, the smallest first.
 pub(crate) struct Amx<const PARTS: usize>;
 
 /// The parts of the left and the right matrix that are multiplied, in the order in which they are added.
@@ -74,7 +71,7 @@ macro_rules! step {
 }
 
 impl<const PARTS: usize> Kernel for Amx<PARTS> {
-    type Format = TilePairs<PARTS>;
+    type Format = Pairs<PARTS>;
 
     const ROWS: usize = ROWS;
     const BY_ROWS: bool = true;
@@ -83,31 +80,24 @@ impl<const PARTS: usize> Kernel for Amx<PARTS> {
     const SUM_LEN: usize = SUM_LEN;
 
     unsafe fn begin() {
-        if has_amx() {
-            // SAFETY: the processor can; no compiler uses tiles of its own.
-            unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly)) }
-        }
+        // SAFETY: the processor can; no compiler uses tiles of its own.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly)) }
     }
 
     unsafe fn end() {
-        if has_amx() {
-            // SAFETY: as above.
-            unsafe { asm!("tilerelease", options(nostack, nomem)) }
-        }
+        // SAFETY: as above.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) }
     }
 
     unsafe fn multiply<const STAYS_LEFT: bool>(
         sums: &mut [Line],
         row_lines: usize,
-        (num_rows, _): (usize, usize),
+        _extent: (usize, usize),
         add: bool,
         lhs: Panel<'_>,
         rhs: Panel<'_>,
         mut aside: impl FnMut(usize, usize),
     ) {
-        if !has_amx() {
-            return emulated::multiply::<PARTS>(sums, row_lines, num_rows, add, lhs, rhs);
-        }
         let len = rhs.part(0).len();
         assert!(len > 0 && len.is_multiple_of(STEP_LINES));
         let steps = len / STEP_LINES;

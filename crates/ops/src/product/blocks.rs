@@ -2,12 +2,14 @@
 //! part of the left one stays in the second level, and of `k` that is summed in registers.
 
 use super::caches::second_level;
+use super::factors::Factors;
 use super::kernel::{COLS, Kernel, ROW_LINES};
+use super::matrix::{Addend, MatrixMut, PARALLEL_MULTIPLICATIONS};
 use super::packing::{Format, Layout, Panel};
 use super::store::{Pending, Target};
-use crate::element::Element;
-use crate::lines::{LANES, Line, Lines};
-use crate::matrix::{Addend, Factors, MatrixMut, PARALLEL_MULTIPLICATIONS};
+use super::sum::{Sum, sums};
+use crate::cpu::element::Element;
+use crate::cpu::lines::{LANES, Line, Lines};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -19,15 +21,6 @@ const RHS_BYTES: usize = 1 << 22;
 const MAX_LANES: usize = 1 << 10;
 /// Panels of the right matrix that a task packs: their columns are read together.
 const RHS_PANELS: usize = 8;
-
-/// Values along `k` of one of the products, which are summed in registers.
-pub(super) struct Sum {
-    factors: usize,
-    pub(super) k: Range<usize>,
-    /// Lanes that they are packed into, and those packed before in the same pass.
-    pub(super) lanes: usize,
-    first_lane: usize,
-}
 
 /// Sums of one packing.
 struct Sweep<'a> {
@@ -71,7 +64,7 @@ pub(super) unsafe fn multiply<K: Kernel, T: Element, Out: Element>(
                 is_first: i == 0,
                 is_last: i + 1 == passes.len(),
             };
-            let block = Block {
+            let block = ColumnBlock {
                 factors,
                 target: &target,
                 cols: cols.clone(),
@@ -81,32 +74,6 @@ pub(super) unsafe fn multiply<K: Kernel, T: Element, Out: Element>(
             block.multiply::<K>();
         }
     }
-}
-
-/// All values along `k` of products, cut into sums of equal length, and these put together into passes of up to `max_lanes`.
-pub(super) fn sums<K: Kernel>(num_k: &[usize], max_lanes: usize) -> Vec<Sum> {
-    let step = K::Format::TERMS * K::LANES_STEP;
-    let mut sums = Vec::new();
-    let mut first_lane = 0;
-    for (i, &num_k) in num_k.iter().enumerate() {
-        let len = num_k.div_ceil(num_k.div_ceil(K::SUM_LEN).max(1));
-        let len = len.next_multiple_of(step).max(1);
-        for start in (0..num_k).step_by(len) {
-            let k = start..num_k.min(start + len);
-            let lanes = k.len().div_ceil(step) * K::LANES_STEP;
-            if first_lane + lanes > max_lanes {
-                first_lane = 0;
-            }
-            sums.push(Sum {
-                factors: i,
-                k,
-                lanes,
-                first_lane,
-            });
-            first_lane += lanes;
-        }
-    }
-    sums
 }
 
 /// On all threads. Not generic: what divides work among threads is long, and would be compiled for each kernel.
@@ -122,7 +89,7 @@ fn for_each_chunk(lines: &mut [Line], len: usize, f: &(dyn Fn(usize, &mut [Line]
 }
 
 /// The part of a product that takes one packing of the right matrix.
-struct Block<'a, T, Out> {
+struct ColumnBlock<'a, T, Out> {
     factors: &'a [Factors<'a, T>],
     target: &'a Target<'a, Out>,
     cols: Range<usize>,
@@ -130,7 +97,7 @@ struct Block<'a, T, Out> {
     is_parallel: bool,
 }
 
-impl<T: Element, Out: Element> Block<'_, T, Out> {
+impl<T: Element, Out: Element> ColumnBlock<'_, T, Out> {
     /// Lines of a panel, for each of the [`LANES`] vectors it has.
     fn panel_lines<K: Kernel>(&self, width: usize) -> usize {
         self.pass.lanes * width.div_ceil(LANES) * K::Format::PARTS

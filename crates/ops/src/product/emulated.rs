@@ -1,15 +1,13 @@
-//! Tiles without AMX, for [`ProductChoice`](crate::ProductChoice) and for tests: by instructions that every processor has, with the bits
-//! that AMX gives.
+//! What tiles of AMX compute, by instructions that every processor has: the definition that tests compare with, bit by bit.
 
 use super::amx::{STEP_LINES, products};
 use super::kernel::{COLS, ROW_LINES};
-use super::packing::{Format, Pairs};
-use super::packing::{Layout, Panel};
-use crate::element::Element;
-use crate::lines::{LANES, Line};
-use crate::matrix::Matrix;
-use crate::processor::has_avx512_bf16;
-use crate::vectorised::vectorised;
+use super::matrix::Matrix;
+use super::packing::{Format, Layout, Pairs, Panel};
+use crate::cpu::element::Element;
+use crate::cpu::lines::{LANES, Line};
+use crate::cpu::processor::has_avx512_bf16;
+use crate::cpu::vectorised::vectorised;
 use half::bf16;
 use std::ops::Range;
 

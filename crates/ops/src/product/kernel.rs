@@ -1,8 +1,7 @@
 //! What the kernels have in common.
 
-use super::packing::Format;
-use super::packing::Panel;
-use crate::lines::{LANES, Line};
+use super::packing::{Format, Panel};
+use crate::cpu::lines::{LANES, Line};
 
 /// Columns of a tile.
 pub(super) const COLS: usize = 2 * LANES;

@@ -4,11 +4,11 @@
 //! of 16 vectors at one place of `k`, or, if the panel is packed by vectors, 16 lanes along `k` of one vector. Lanes beyond the last `k`
 //! are 0. In the place of vectors that a group of 16 lacks there may be anything: it goes to sums that nobody reads.
 
+use super::matrix::Matrix;
 use super::transpose::transposed;
-use crate::element::Element;
-use crate::lines::{LANES, Line, prefetch};
-use crate::matrix::Matrix;
-use crate::product_lanes::Lanes;
+use crate::cpu::avx512::Lanes;
+use crate::cpu::element::Element;
+use crate::cpu::lines::{LANES, Line, prefetch};
 use candle_core::DType;
 use std::arch::x86_64::{
     __m512i, _MM_HINT_T1, _mm_prefetch, _mm512_setzero_si512, _mm512_store_si512,
@@ -76,6 +76,7 @@ impl Layout {
     }
 
     /// The line of a lane of one vector, and its place there.
+    #[cfg(test)]
     pub(super) fn lane(&self, vector: usize, lane: usize) -> (usize, usize) {
         let in_group = vector % self.width % LANES;
         let (first, step) = self.place(vector - in_group, lane / LANES * LANES);

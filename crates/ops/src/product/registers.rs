@@ -2,10 +2,9 @@
 //! matrix and broadcasts 14 lanes of the left one, for 28 instructions that multiply and add.
 
 use super::kernel::{COLS, Kernel, ROW_LINES};
-use super::packing::Panel;
-use super::packing::{Pairs, Terms};
-use crate::lines::{LANES, Line};
-use crate::matrix::SUM_LEN;
+use super::matrix::SUM_LEN;
+use super::packing::{Pairs, Panel, Terms};
+use crate::cpu::lines::{LANES, Line};
 use std::arch::x86_64::{
     __m512, __m512bh, __m512i, _mm512_add_ps, _mm512_castsi512_ps, _mm512_dpbf16_ps,
     _mm512_fmadd_ps, _mm512_load_ps, _mm512_load_si512, _mm512_set1_epi32, _mm512_setzero_ps,

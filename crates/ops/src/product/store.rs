@@ -1,11 +1,11 @@
 //! Where sums go: into the result, rounded once, or, between passes over `k`, into memory of f32.
 
 use super::kernel::ROW_LINES;
-use crate::element::Element;
-use crate::lines::{LANES, Line, floats};
-use crate::matrix::{Addend, MatrixMut};
-use crate::processor::has_avx512;
-use crate::product_lanes::Lanes;
+use super::matrix::{Addend, MatrixMut};
+use crate::cpu::avx512::Lanes;
+use crate::cpu::element::Element;
+use crate::cpu::lines::{LANES, Line, floats};
+use crate::cpu::processor::has_avx512;
 use candle_core::DType;
 use std::arch::x86_64::{_mm512_add_ps, _mm512_castsi512_ps, _mm512_load_ps};
 use std::ops::Range;

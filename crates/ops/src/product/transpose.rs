@@ -1,6 +1,6 @@
 //! The transpose of 16 x 16 lanes in registers.
 
-use crate::lines::LANES;
+use crate::cpu::lines::LANES;
 use std::arch::x86_64::{
     __m512i, _mm512_setzero_si512, _mm512_shuffle_i32x4, _mm512_unpackhi_epi32,
     _mm512_unpackhi_epi64, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,

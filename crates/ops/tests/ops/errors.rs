@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{
     AttentionSpec, DocumentStarts, HeadGroups, add_into, causal_attention, cross_entropy,
     cross_entropy_grad, embedding, embedding_grad_into, layer_norm, layer_norm_backward, linear,
-    linear_weight_grad, rms_norm, rope, softmax_stats, swiglu, with_backward1,
+    linear_weight_grad, rms_norm, rope, softmax_stats, swiglu, with_backward,
 };
 use std::fmt::Debug;
 
@@ -254,8 +254,8 @@ fn tensors_on_two_devices() -> Result<()> {
         assert_says(rms_norm(&cpu_x, &row, 1e-6), &cpu_says);
         assert_says(layer_norm(&cpu_x, &cpu_row, Some(&row), 1e-6), &cpu_says);
         assert_says(linear_weight_grad(&cpu_x, &x), &cpu_says);
-        let graph = with_backward1(random_var(1, 2)?.as_tensor(), cpu_row, "mixed", |_| {
-            Ok(None)
+        let graph = with_backward([random_var(1, 2)?.as_tensor()], cpu_row, "mixed", |_| {
+            Ok([None])
         });
         assert_says(graph, &["mixed", "the inputs are on CUDA"]);
         let wide = x.to_dtype(DType::F64)?;

@@ -55,13 +55,13 @@ fn c_argument(rust: &str, name: &str, t: &str) -> String {
     format!("{constant}{}* {name}", scalar(pointee, t))
 }
 
+/// The end of a kernel's name, and the type `T` in it, for each type.
+const TYPES: &[(&str, &str)] = &[("_f32", "float"), ("_bf16", "bf16"), ("_f16", "f16")];
+
 fn declared() -> Signatures {
     let mut all = Signatures::new();
     for entry in ENTRIES {
-        let instances: &[(&str, &str)] = match entry.generic {
-            true => &[("_f32", "float"), ("_bf16", "bf16"), ("_f16", "f16")],
-            false => &[("", "")],
-        };
+        let instances = if entry.generic { TYPES } else { &[("", "")] };
         for (suffix, t) in instances {
             let key = (entry.file.to_string(), format!("{}{suffix}", entry.name));
             let arguments = entry.arguments.iter();
@@ -91,18 +91,36 @@ fn in_sources() -> Signatures {
         }
         let file = path.file_stem().unwrap().to_str().unwrap();
         let source = std::fs::read_to_string(&path).unwrap();
-        for kernel in source.split("extern \"C\" __global__ void ").skip(1) {
-            let (name, rest) = kernel.split_once('(').unwrap();
-            let (arguments, _) = rest.split_once(')').unwrap();
-            let words = |argument: &str| argument.split_whitespace().collect::<Vec<_>>().join(" ");
-            let arguments = arguments.split(',').map(words).collect();
-            all.insert((file.to_string(), name.to_string()), arguments);
-        }
+        let kernels = source.split("extern \"C\" __global__ void ").skip(1);
         assert_eq!(
             source.matches("__global__").count(),
-            all.keys().filter(|(of, _)| of == file).count(),
+            kernels.clone().count(),
             "{file}: a kernel is not declared as the others are"
         );
+        for kernel in kernels {
+            let (name, rest) = kernel.split_once('(').unwrap();
+            let (arguments, _) = rest.split_once(')').unwrap();
+            // Of a macro that declares it for each type.
+            let (name, instances) = match name.strip_suffix("##SUFFIX") {
+                Some(name) => (name, TYPES),
+                None => (name, &[("", "")][..]),
+            };
+            for (suffix, t) in instances {
+                let words = |argument: &str| {
+                    let words = argument.split_whitespace().filter(|word| *word != "\\");
+                    let words = words.map(|word| {
+                        if word == "T*" {
+                            format!("{t}*")
+                        } else {
+                            word.to_string()
+                        }
+                    });
+                    words.collect::<Vec<_>>().join(" ")
+                };
+                let arguments = arguments.split(',').map(words).collect();
+                all.insert((file.to_string(), format!("{name}{suffix}")), arguments);
+            }
+        }
     }
     all
 }

@@ -2,7 +2,7 @@
 
 use crate::check::{floats, grads, on_each_device, random, random_var};
 use candle_core::{CpuStorage, DType, Result, Tensor};
-use candle_ops::{OpOutput, with_backward1, with_backward2, with_backward3};
+use candle_ops::{OpOutput, with_backward};
 use std::sync::{Arc, Mutex};
 
 #[test]
@@ -13,12 +13,14 @@ fn the_given_backward_is_the_one_that_runs() -> Result<()> {
         let times =
             |grad: &Tensor, factor: f64| -> Result<Option<Tensor>> { Ok(Some((grad * factor)?)) };
 
-        let out = with_backward1(&x, value.clone(), "one", move |g| times(g, 2.0))?;
+        let out = with_backward([x.as_tensor()], value.clone(), "one", move |g| {
+            Ok([times(g, 2.0)?])
+        })?;
         assert_eq!(floats(&out)?, floats(&value)?);
         assert_eq!(floats(&grads(&out, &dy, [&x])?[0])?, floats(&(&dy * 2.0)?)?);
 
-        let out = with_backward2(&x, &y, value.clone(), "two", move |g| {
-            Ok((times(g, 2.0)?, times(g, 3.0)?))
+        let out = with_backward([&*x, &y], value.clone(), "two", move |g| {
+            Ok([times(g, 2.0)?, times(g, 3.0)?])
         })?;
         let [dx, d_y] = grads(&out, &dy, [&x, &y])?;
         assert_eq!(
@@ -26,8 +28,8 @@ fn the_given_backward_is_the_one_that_runs() -> Result<()> {
             [floats(&(&dy * 2.0)?)?, floats(&(&dy * 3.0)?)?]
         );
 
-        let out = with_backward3(&x, &y, &z, value, "three", move |g| {
-            Ok((times(g, 2.0)?, None, times(g, 4.0)?))
+        let out = with_backward([&*x, &y, &z], value, "three", move |g| {
+            Ok([times(g, 2.0)?, None, times(g, 4.0)?])
         })?;
         let store = (&out * &dy)?.sum_all()?.backward()?;
         assert!(store.get(&y).is_none());
@@ -50,7 +52,7 @@ fn values_may_be_views_and_of_any_shape_and_dtype() -> Result<()> {
         whole.get(0)?.get(0)?,
     ] {
         for view in [view.clone(), view.to_dtype(DType::F64)?] {
-            let out = with_backward1(&x, view.clone(), "view", |_| Ok(None))?;
+            let out = with_backward([x.as_tensor()], view.clone(), "view", |_| Ok([None]))?;
             assert!(out.track_op());
             assert_eq!((out.dims(), out.dtype()), (view.dims(), view.dtype()));
             let (out, view) = (out.to_dtype(DType::F32)?, view.to_dtype(DType::F32)?);
@@ -65,7 +67,9 @@ fn a_bare_storage_is_moved_not_copied() -> Result<()> {
     let values = vec![1f32, 2.0];
     let address = values.as_ptr();
     let output = OpOutput::from((CpuStorage::F32(values), 2));
-    let out = with_backward1(random_var(1, 2)?.as_tensor(), output, "moved", |_| Ok(None))?;
+    let out = with_backward([random_var(1, 2)?.as_tensor()], output, "moved", |_| {
+        Ok([None])
+    })?;
     let (guard, _) = out.storage_and_layout();
     let candle_core::Storage::Cpu(CpuStorage::F32(values)) = &*guard else {
         panic!("f32 on the CPU")
@@ -77,7 +81,7 @@ fn a_bare_storage_is_moved_not_copied() -> Result<()> {
 #[test]
 fn no_graph_without_a_tracked_input() -> Result<()> {
     let (x, value) = (random(1, 2)?, random(2, 2)?);
-    let out = with_backward1(&x, value.clone(), "none", |_| Ok(None))?;
+    let out = with_backward([&x], value.clone(), "none", |_| Ok([None]))?;
     assert!(!out.track_op());
     assert_eq!(out.id(), value.id());
     Ok(())
@@ -87,8 +91,8 @@ fn no_graph_without_a_tracked_input() -> Result<()> {
 fn an_error_in_the_backward_reaches_the_caller_and_the_graph_can_be_freed() -> Result<()> {
     let captured = Arc::new(Mutex::new(0));
     let held = captured.clone();
-    let out = with_backward1(
-        random_var(1, 2)?.as_tensor(),
+    let out = with_backward(
+        [random_var(1, 2)?.as_tensor()],
         random(2, 2)?,
         "broken",
         move |_| {

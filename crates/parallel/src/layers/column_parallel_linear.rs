@@ -90,8 +90,7 @@ impl ColumnParallelLinear {
         }
     }
 
-    /// The local weight, (local_out, in); its identity, but no values, where it comes [tile by tile](TiledWeight) or is frozen and
-    /// [stays packed](crate::PackWeights).
+    /// The local weight, (local_out, in); its identity, but no values, where it comes [tile by tile](TiledWeight).
     pub fn weight(&self) -> &Tensor {
         self.weight.tensor()
     }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
-use candle_ops::{with_backward1, with_backward2};
+use candle_ops::with_backward;
 
 use super::tape::Tape;
 use crate::pass::{GradientSink, Pass, WeightGrad};
@@ -93,15 +93,15 @@ where
     };
     let join = grads.join(&weights)?;
     match join {
-        None => with_backward1(xs, out, NAME, backward),
+        None => with_backward([xs], out, NAME, move |dy| Ok([backward(dy)?])),
         // Tokens are on the CPU, wherever the weights are.
-        Some(join) if !xs.track_op() => with_backward1(&join, out, NAME, move |dy| {
+        Some(join) if !xs.track_op() => with_backward([&join], out, NAME, move |dy| {
             backward(dy)?;
-            Ok(Some(scalar(dy.device())?))
+            Ok([Some(scalar(dy.device())?)])
         }),
-        Some(join) => with_backward2(xs, &join, out, NAME, move |dy| {
+        Some(join) => with_backward([xs, &join], out, NAME, move |dy| {
             let dx = backward(dy)?;
-            Ok((dx, Some(scalar(dy.device())?)))
+            Ok([dx, Some(scalar(dy.device())?)])
         }),
     }
 }
@@ -145,9 +145,9 @@ impl GraphGradients {
             };
             let zero = scalar(weight.device())?;
             join = Some(match join {
-                None => with_backward1(weight, zero, NAME, move |_| pick_up())?,
-                Some(earlier) => with_backward2(&earlier, weight, zero, NAME, move |dy| {
-                    Ok((Some(dy.clone()), pick_up()?))
+                None => with_backward([weight], zero, NAME, move |_| Ok([pick_up()?]))?,
+                Some(earlier) => with_backward([&earlier, weight], zero, NAME, move |dy| {
+                    Ok([Some(dy.clone()), pick_up()?])
                 })?,
             });
         }

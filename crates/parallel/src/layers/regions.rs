@@ -12,7 +12,7 @@
 
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{D, Result, Tensor, bail};
-use candle_ops::with_backward1;
+use candle_ops::with_backward;
 
 use super::region::Region;
 use super::region_watch::{note_entered, note_sum};
@@ -29,14 +29,14 @@ pub fn copy_to_tensor_parallel_region(xs: &Tensor, tp: &ProcessGroup) -> Result<
     }
     note_entered(xs, tp)?;
     let tp = tp.clone();
-    with_backward1(
-        xs,
+    with_backward(
+        [xs],
         xs.detach(),
         "copy_to_tensor_parallel_region",
         move |grad| {
             let sum = tp.all_reduce(grad, ReduceOp::Sum)?;
             note_sum("the gradient of what enters a region", grad, &sum, &tp)?;
-            Ok(Some(sum))
+            Ok([Some(sum)])
         },
     )
 }
@@ -51,8 +51,8 @@ pub fn reduce_from_tensor_parallel_region(xs: &Tensor, tp: &ProcessGroup) -> Res
     }
     let sum = tp.all_reduce(&xs.detach(), ReduceOp::Sum)?;
     note_sum("what leaves a region", xs, &sum, tp)?;
-    with_backward1(xs, sum, "reduce_from_tensor_parallel_region", |grad| {
-        Ok(Some(grad.clone()))
+    with_backward([xs], sum, "reduce_from_tensor_parallel_region", |grad| {
+        Ok([Some(grad.clone())])
     })
 }
 
@@ -68,8 +68,9 @@ pub fn enter(xs: &Tensor, region: &Region, pass: &Pass) -> Result<Tensor> {
     }
     let (of_grad, dims) = (region.clone(), xs.dims().to_vec());
     let out = region.enter(&xs.detach(), pass)?;
-    with_backward1(xs, out, "enter", move |grad| {
-        of_grad.leave(grad)?.reshape(dims.as_slice()).map(Some)
+    with_backward([xs], out, "enter", move |grad| {
+        let grad = of_grad.leave(grad)?.reshape(dims.as_slice())?;
+        Ok([Some(grad)])
     })
 }
 
@@ -91,11 +92,9 @@ pub fn leave(partial: &Tensor, region: &Region, pass: &Pass) -> Result<Tensor> {
     }
     let (of_grad, pass) = (region.clone(), pass.clone());
     let out = region.leave(&partial.detach())?;
-    with_backward1(partial, out, "leave", move |grad| {
-        of_grad
-            .enter(grad, &pass)?
-            .reshape(dims.as_slice())
-            .map(Some)
+    with_backward([partial], out, "leave", move |grad| {
+        let grad = of_grad.enter(grad, &pass)?.reshape(dims.as_slice())?;
+        Ok([Some(grad)])
     })
 }
 

@@ -87,8 +87,7 @@ impl RowParallelLinear {
         self.weight().track_op() || adapter.is_some_and(LowRank::is_trained)
     }
 
-    /// The local weight, (out, local_in); its identity, but no values, where it comes [tile by tile](TiledWeight) or is frozen and
-    /// [stays packed](crate::PackWeights).
+    /// The local weight, (out, local_in); its identity, but no values, where it comes [tile by tile](TiledWeight).
     pub fn weight(&self) -> &Tensor {
         self.weight.tensor()
     }

@@ -5,7 +5,7 @@ use candle_comm::ProcessGroup;
 use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::{
     GpuSettings, IGNORE_INDEX, cross_entropy_grad, cross_entropy_grad_in_place, cross_entropy_loss,
-    linear_weight_grad_into, softmax_stats, sum_into, upload, with_backward1,
+    linear_weight_grad_into, softmax_stats, sum_into, upload, with_backward,
 };
 
 use super::head_by_tiles::HeadByTiles;
@@ -51,13 +51,13 @@ pub fn vocab_parallel_cross_entropy(
     let z = logits.detach();
     let (losses, log_sum_exp) = losses(&z, &targets, shard, tp)?;
     let vocab_start = shard.start();
-    with_backward1(
-        logits,
+    with_backward(
+        [logits],
         losses,
         "vocab_parallel_cross_entropy",
         move |grad| {
             let grad = cross_entropy_grad(&z, &log_sum_exp, &targets, vocab_start, grad)?;
-            Ok(Some(grad))
+            Ok([Some(grad)])
         },
     )
 }

@@ -254,7 +254,6 @@ impl ModelSpec {
                 trainable: param.trainable,
                 is_tiled: param.is_tiled,
                 is_multiplied,
-                is_read: param.is_read,
                 is_replicated: param.partition.is_none(),
                 owned,
                 shared: param.shared_ranges(tp),

@@ -7,9 +7,8 @@ use candle_core::{DType, Device, Result, Shape, Tensor, TensorId, Var};
 use candle_nn::Init;
 use serde::{Deserialize, Serialize};
 
-use super::packed_weights::{KeptWeight, PackedWeights};
+use super::packed_weights::PackedWeights;
 use super::pending_weights::PendingWeights;
-use super::released::has_values;
 use super::source::Wanted;
 use super::weight_format::{Form, Packing, hold};
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
@@ -41,10 +40,6 @@ pub struct Param {
     pub(super) multiplied_by: Vec<usize>,
     /// How the values are held, if not as they are: see [`ParamStore::with_frozen_format`](crate::ParamStore::with_frozen_format).
     pub(super) packing: Option<Packing>,
-    /// What stays of it in the order of products.
-    pub(super) kept_packed: Option<Arc<KeptWeight>>,
-    /// Whether something else than linear layers asks for it.
-    pub(super) is_read: bool,
     /// Whether it is of a low-rank adapter: see [`ParamStore::with_lora`](crate::ParamStore::with_lora).
     pub is_adapter: bool,
     /// Type in the checkpoint it came from, and in which it is saved unless asked otherwise.
@@ -117,14 +112,7 @@ impl Param {
     pub fn values(&self) -> Result<Tensor> {
         self.pending.wait_for_all()?;
         self.check_present()?;
-        self.unpacked(self.as_held()?)
-    }
-
-    /// What is held, in the order of its dims.
-    fn as_held(&self) -> Result<Tensor> {
-        let kept = self.kept_packed.as_ref().map(|kept| kept.values());
-        let values = kept.transpose()?.flatten();
-        Ok(values.unwrap_or_else(|| self.var.as_detached_tensor()))
+        self.unpacked(self.var.as_detached_tensor())
     }
 
     /// The values of what is held.
@@ -213,16 +201,16 @@ impl Param {
         self.placement.shard()
     }
 
-    /// A flat view of some of the local values, given as row-major offsets, to be read, or of what is trained to be updated; outside of any graph.
+    /// A flat view of some of the local values, given as row-major offsets, to be read or updated; outside of any graph.
     pub(crate) fn flat_part(&self, offsets: &Range<usize>) -> Result<Tensor> {
         self.check_present()?;
-        let values = self.as_held()?.flatten_all()?;
+        let values = self.var.as_detached_tensor().flatten_all()?;
         values.narrow(0, offsets.start, offsets.len())
     }
 
-    /// Counts the values if they are in memory as they are.
+    /// Counts the values if they are in memory.
     pub(super) fn count(&self, meter: &MemoryMeter) -> Option<MemoryGuard> {
-        let bytes = has_values(&self.var).then(|| self.num_bytes());
+        let bytes = self.is_present().then(|| self.num_bytes());
         bytes.map(|bytes| meter.hold(MemoryCategory::Weights, bytes))
     }
 

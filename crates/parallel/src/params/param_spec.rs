@@ -34,8 +34,6 @@ pub struct ParamSpec {
     pub(crate) multiplied_by: Vec<usize>,
     /// Which tensor-parallel rank holds which part; `None`: every rank all of it.
     pub(crate) partition: Option<Partition>,
-    /// Whether something else than linear layers asks for it.
-    pub(crate) is_read: bool,
     /// What a rank's gradient is; of a part that of the part.
     pub(crate) gradient: Gradient,
     /// Blocks of the model that use it, rising.
@@ -87,7 +85,6 @@ impl ParamSpec {
                 None => joined(&param.multiplied_by, &[]),
                 Some(_) => Vec::new(),
             },
-            is_read: param.is_read,
             partition: param.shard().map(|shard| shard.partition().clone()),
             gradient: match param.placement {
                 Placement::Replicated(gradient) => gradient,
@@ -225,7 +222,6 @@ impl ParamSpec {
         self.asked_by = self.asked_by.or(other.asked_by);
         // What is tied across stages lies in the same places on each.
         self.is_tiled &= other.is_tiled;
-        self.is_read |= other.is_read;
         self.multiplied_by = joined(&self.multiplied_by, &other.multiplied_by);
         self.blocks = joined(&self.blocks, &other.blocks);
         self.outside = joined(&self.outside, &other.outside);
@@ -258,7 +254,6 @@ impl ParamSpec {
             is_adapter,
             is_tiled,
             multiplied_by: _,
-            is_read: _,
             partition: _,
             gradient: _,
             blocks,

@@ -168,15 +168,6 @@ impl Parameters {
         } else {
             let mut absent = params.iter().filter(|param| !param.is_present());
             absent.try_for_each(|param| param.refill(&initial(param)?))?;
-            for (param, held) in params.iter().zip(&own.params) {
-                if let Some(kept) = &param.kept_packed {
-                    kept.set_only(!held.is_read);
-                }
-                match held.is_read {
-                    true => param.put_back()?,
-                    false => param.pack()?,
-                }
-            }
         }
         let held = params.iter().map(|param| param.count(&meter));
         Ok(Self {
@@ -485,7 +476,6 @@ impl Parameters {
         self.set_weights().note_write();
         self.set_weights().forget(&param.name);
         param.refill(values)?;
-        param.pack()?;
         self.count(index);
         Ok(())
     }

@@ -5,7 +5,6 @@ use std::ops::Range;
 use candle_core::{DType, Result, bail};
 
 use super::layout::{ParamLayout, Sharing};
-use super::packed_weights::is_held_only;
 use super::param::Param;
 use super::param_spec::SharedRange;
 use super::tie::TieSpec;
@@ -50,8 +49,6 @@ pub struct HeldParam {
     pub(crate) is_tiled: bool,
     /// Whether linear layers of this rank multiply with it as it is held.
     pub(crate) is_multiplied: bool,
-    /// Whether something else than linear layers of the model asks for it.
-    pub(crate) is_read: bool,
     pub(crate) is_replicated: bool,
     /// Indices of its cut dim that this rank owns: over a data-parallel replica, each is owned by exactly one rank.
     pub(crate) owned: Indices,
@@ -135,11 +132,6 @@ impl HeldParam {
     /// Memory of what is held.
     pub fn num_bytes(&self) -> usize {
         self.num_values * self.dtype.size_in_bytes()
-    }
-
-    /// Whether it is in the order of products only, if it stays packed: see [`PackWeights`](crate::PackWeights).
-    pub(crate) fn is_held_packed(&self) -> bool {
-        !self.is_read && is_held_only(&self.shape, self.dtype, self.trainable)
     }
 
     /// What other tensor-parallel ranks hold of it.

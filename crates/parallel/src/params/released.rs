@@ -22,14 +22,11 @@ impl Param {
     pub(super) fn release(&self) -> Result<()> {
         self.of_products.forget();
         self.pending.wait_for_all()?;
-        if let Some(kept) = &self.kept_packed {
-            kept.free();
+        if self.is_present() {
+            let values = self.var.as_detached_tensor();
+            values.inplace_op1(&Exchange::new(None))?;
         }
-        let values = self.var.as_detached_tensor();
-        match has_values(&values) {
-            true => free_values(&values),
-            false => Ok(()),
-        }
+        Ok(())
     }
 
     /// An error unless `values` has the parameter's local shape, type and device.
@@ -78,36 +75,10 @@ impl Param {
         move_storage(values, &self.var.as_detached_tensor())
     }
 
-    /// Whether the local values are in memory, be it in another order: see [`PackWeights`](crate::PackWeights).
+    /// Whether the local values are in memory.
     pub fn is_present(&self) -> bool {
-        let kept = self.kept_packed.as_ref();
-        has_values(&self.var) || kept.is_some_and(|kept| kept.has_values())
-    }
-
-    /// Whether the values are in the order of products only: see [`PackWeights`](crate::PackWeights).
-    pub(crate) fn is_held_packed(&self) -> bool {
-        self.is_present() && !has_values(&self.var)
-    }
-
-    /// Gives the tensor values that are in the order of products only: from now on they are read by others.
-    pub(super) fn put_back(&self) -> Result<()> {
-        let Some(kept) = &self.kept_packed else {
-            return Ok(());
-        };
-        kept.set_only(false);
-        if let Some(values) = kept.values()? {
-            kept.free();
-            move_storage(&values, &self.var.as_detached_tensor())?;
-        }
-        Ok(())
-    }
-
-    /// Puts values in the order of products only, if they are to be there.
-    pub(super) fn pack(&self) -> Result<()> {
-        match &self.kept_packed {
-            Some(kept) => kept.take(&self.var),
-            None => Ok(()),
-        }
+        let (storage, _) = self.var.storage_and_layout();
+        storage.dtype() != RELEASED
     }
 
     /// An error that names the parameter if its values were released.
@@ -121,17 +92,6 @@ impl Param {
             self.name
         )
     }
-}
-
-/// Whether a tensor has its values.
-pub(super) fn has_values(tensor: &Tensor) -> bool {
-    let (storage, _) = tensor.storage_and_layout();
-    storage.dtype() != RELEASED
-}
-
-/// Frees the values of a tensor, and of all that share its storage.
-pub(super) fn free_values(tensor: &Tensor) -> Result<()> {
-    tensor.inplace_op1(&Exchange::new(None))
 }
 
 /// Whether an error may tell of an operation on values that are not in memory.

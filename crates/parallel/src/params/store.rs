@@ -54,6 +54,8 @@ struct StoreState {
     /// Of frozen weights that layers use tile by tile.
     frozen_format: Option<WeightFormat>,
     pack_weights: PackWeights,
+    /// Weights that stay packed, by name.
+    kept_packed: BTreeMap<String, Arc<KeptWeight>>,
     /// Linear layers that can have an adapter, whether they get one or not.
     linears: BTreeSet<String>,
     /// See [`ParamStore::building`].
@@ -307,20 +309,20 @@ impl ParamStore {
         let mut state = self.lock();
         let StoreState {
             params,
+            kept_packed,
             pack_weights,
             ..
         } = &mut *state;
-        let param = params.get_mut(&name);
-        let packing = param.as_ref().and_then(|param| param.packing.clone());
+        let param = params.get(&name);
+        let packing = param.and_then(|param| param.packing.clone());
         let is_as_it_is = may_stay_packed && packing.is_none();
-        let weight = TiledWeight::new(whole, name, packing, &self.sharded);
-        let stays = |param: &&mut Param| is_as_it_is && pack_weights.includes(param.trainable);
+        let weight = TiledWeight::new(whole, name.clone(), packing, &self.sharded);
+        let stays = |param: &&Param| is_as_it_is && pack_weights.includes(param.trainable);
         let (Some(param), Ok(dims)) = (param.filter(stays), weight.dims2()) else {
             return Ok(weight);
         };
-        let (dtype, trainable) = (param.dtype(), param.trainable);
-        let kept = || Arc::new(KeptWeight::new(&self.packed, dims, dtype, trainable));
-        let kept = param.kept_packed.get_or_insert_with(kept);
+        let kept = || KeptWeight::new(&self.packed, dims, param.dtype(), param.trainable);
+        let kept = kept_packed.entry(name).or_insert_with(|| Arc::new(kept()));
         Ok(weight.kept_packed(kept.clone()))
     }
 
@@ -370,13 +372,8 @@ impl ParamStore {
                 );
             }
             param.is_tiled &= request.by_tiles;
-            match request.is_multiplied {
-                true => param.multiplied_by.push(request.asker.block()),
-                false => {
-                    param.is_read = true;
-                    // Of a model that was built before.
-                    param.put_back()?;
-                }
+            if request.is_multiplied {
+                param.multiplied_by.push(request.asker.block());
             }
             param.is_used_at_times |= request.is_used_at_times;
             let block = request.asker.block();
@@ -482,8 +479,6 @@ impl ParamStore {
             is_used_at_times,
             is_tiled: false,
             packing,
-            kept_packed: None,
-            is_read: !is_multiplied,
             is_adapter,
             stored_dtype,
             pending: self.pending.clone(),

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{D, DType, Result, Tensor};
-use candle_ops::{LinearWeight, linear_of_few_rows};
+use candle_ops::{LinearWeight, PackedWeight, linear_of_few_rows};
 
 use super::packed_weights::KeptWeight;
 use super::sharded_weights::ShardedWeights;
@@ -19,7 +19,7 @@ use super::weight_format::Packing;
 pub struct TiledWeight {
     whole: Tensor,
     packing: Option<Packing>,
-    /// What stays of it in the order of products.
+    /// Its packed form, which stays.
     kept_packed: Option<Arc<KeptWeight>>,
     divided: Option<Divided>,
 }
@@ -69,21 +69,21 @@ impl TiledWeight {
 
     /// The whole weight for a product; not where it [is tiled](Self::is_tiled).
     pub(crate) fn whole(&self) -> LinearWeight<'_> {
-        match self.kept() {
-            Some(kept) => kept.weight(&self.whole),
-            None => LinearWeight::from(&self.whole),
+        LinearWeight {
+            values: &self.whole,
+            packed: self.packed(),
         }
     }
 
-    /// What stays packed of the whole weight: not where replicas divide weights or they are offloaded.
-    fn kept(&self) -> Option<&KeptWeight> {
+    /// The packed form of the whole weight: none where replicas divide weights or they are offloaded.
+    fn packed(&self) -> Option<&PackedWeight> {
         let is_divided = |divided: &Divided| divided.weights.get().is_some();
         let is_divided = self.divided.as_ref().is_some_and(is_divided);
-        self.kept_packed.as_deref().filter(|_| !is_divided)
+        let kept = self.kept_packed.as_ref().filter(|_| !is_divided);
+        kept.and_then(|kept| kept.get())
     }
 
-    /// The parameter: the identity by which its gradient is found. Its values are not here if [`Self::is_tiled`], nor of a frozen weight that
-    /// [stays packed](crate::PackWeights).
+    /// The parameter: the identity by which its gradient is found. Its values are not here if [`Self::is_tiled`].
     pub fn tensor(&self) -> &Tensor {
         &self.whole
     }
@@ -145,9 +145,7 @@ impl TiledWeight {
             }
         };
         let Some((weights, name)) = self.tiled() else {
-            let held = self.kept().map(KeptWeight::values);
-            let held = held.transpose()?.flatten();
-            return use_tile(0..num_rows, held.as_ref().unwrap_or(&self.whole));
+            return use_tile(0..num_rows, &self.whole);
         };
         let tiles = weights.tiles(name);
         let num_tiles = tiles.len();

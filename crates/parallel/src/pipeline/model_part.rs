@@ -426,16 +426,8 @@ impl ModelPart {
             let again = block.infer(xs, pass);
             again.is_err_and(|err| is_about_released(&err))
         };
-        let mut own = block.params.iter().map(|&index| self.params.get(index));
         match self.params.missed(&block.params, fails) {
-            None => match own.find(|param| param.is_held_packed()) {
-                None => err,
-                Some(param) => err.context(format!(
-                    "block {} reads values that are not in memory, perhaps of {}: a frozen weight of a linear layer stays packed, and is nowhere else\nhint: \
-                     ask for a weight by ParamBuilder::get where its values are read, or leave ParamStore::with_packed_weights out",
-                    block.index, param.name
-                )),
-            },
+            None => err,
             Some(param) => err.context(format!(
                 "block {} uses the values of parameter {}, for which another block asked: as replicas divide the weights (ZeRO-3) or they are \
                  offloaded, they are in memory for blocks that asked for them only\nhint: each block that uses a shared weight asks for it, by \

@@ -2,7 +2,7 @@
 //! backward half.
 
 use candle_core::{DType, Result, Tensor, Var, bail};
-use candle_ops::with_backward1;
+use candle_ops::with_backward;
 
 use super::graph::KeptNodes;
 use crate::layers::{Head, Layer};
@@ -225,5 +225,7 @@ fn seed(output: &Tensor, upstream: Tensor) -> Result<Tensor> {
         );
     }
     let root = Tensor::zeros((), DType::F32, output.device())?.to_dtype(output.dtype())?;
-    with_backward1(output, root, "seed", move |_| Ok(Some(upstream.clone())))
+    with_backward([output], root, "seed", move |_| {
+        Ok([Some(upstream.clone())])
+    })
 }

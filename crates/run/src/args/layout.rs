@@ -78,8 +78,8 @@ pub struct LayoutArgs {
     /// What to compute again in the backward pass instead of keeping it: less memory, the same bits
     #[arg(long, default_value = "none")]
     pub recompute: RecomputeChoice,
-    /// Keep weights of linear layers on CPUs in the orders in which products read them, so that these are not made anew for each, and frozen ones in no other
-    /// where that is possible: more memory, the same bits
+    /// Keep weights of linear layers a second time on CPUs, in the order in which products read them, so that it is not made anew for each: more memory, the
+    /// same bits
     #[arg(long, default_value = "auto")]
     pub pack_weights: PackChoice,
     /// Type of weights and activations while training; sums, gradients and the optimizer's copy of the weights stay f32, and f16 has dynamic

@@ -46,7 +46,7 @@ pub struct RankArgs {
     #[arg(long)]
     pub deterministic: bool,
     /// How linear layers multiply in f32, as in torch.set_float32_matmul_precision; not for --dtype bf16 or f16. On a CPU the environment
-    /// variable CANDLE_TRAIN_PRODUCTS (fma, dots, 1, 2 or 3) goes before it [default: highest]
+    /// variable CANDLE_TRAIN_PRODUCTS (fma, dots, 2 or 3) goes before it [default: highest]
     #[arg(long, value_name = "PRECISION")]
     #[serde(serialize_with = "some_by_name")]
     pub matmul_precision: Option<MatmulPrecision>,

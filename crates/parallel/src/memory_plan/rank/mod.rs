@@ -97,17 +97,15 @@ impl<'a> PlannedRank<'a> {
         let stays_packed = |param: &&HeldParam| {
             let is_used = work.passes.is_some() && (trains || !param.trainable);
             let is_packed = param.is_multiplied && work.pack_weights.includes(param.trainable);
-            packs && is_packed && (is_used || param.is_held_packed())
+            packs && is_packed && is_used
         };
-        let is_here = |param: &&HeldParam| !(stays_packed(param) && param.is_held_packed());
-        let of_all = || spec.params.iter();
         let resident = match (groups.offloads_weights, groups.shards_weights()) {
             (true, _) => 0,
             (false, true) => slices.iter().sum(),
-            (false, false) => of_all().filter(is_here).map(HeldParam::num_bytes).sum(),
+            (false, false) => spec.params.iter().map(HeldParam::num_bytes).sum(),
         };
         held.hold(MemoryCategory::Weights, resident);
-        let packed = of_all().filter(stays_packed);
+        let packed = spec.params.iter().filter(stays_packed);
         let packed = packed.map(|param| packed_bytes(&param.shape, param.dtype));
         held.hold(MemoryCategory::Packed, packed.sum());
         let weights = PlannedStore::new(place, MemoryCategory::Gathered, slices, &mut held);
