@@ -93,6 +93,7 @@ mod agreement;
 pub mod checkpoint;
 mod checksums;
 mod context_parallel;
+mod data_parallel;
 mod files;
 pub mod gguf;
 mod gradients;
@@ -111,12 +112,13 @@ mod schedule;
 
 pub use agreement::agree;
 pub use context_parallel::{ContextConfig, ContextMethod, ContextParallel, KeptAttention};
+pub use data_parallel::{DataParallel, ReduceType, ZeroStage};
 pub use gradients::{GradientSums, Gradients, ReducedGradients, ReducedLoss};
 pub use layers::{
-    ColumnParallelLinear, Head, HeadPartition, Layer, LayerRanks, LowRank, Region,
-    RowParallelLinear, Tape, VocabParallelEmbedding, VocabParallelHead, column_parallel_backward,
-    column_parallel_forward, column_parallel_linear, column_parallel_linear_shard,
-    column_parallel_tape, linear_cross_entropy, linear_predictions, regions, row_parallel_linear,
+    ColumnParallelLinear, Head, HeadPartition, Layer, LayerRanks, LowRank, RowParallelLinear,
+    VocabParallelEmbedding, VocabParallelHead, column_parallel_backward, column_parallel_forward,
+    column_parallel_linear, column_parallel_linear_shard, column_parallel_tape,
+    linear_cross_entropy, linear_predictions, regions, row_parallel_linear,
     row_parallel_linear_shard, vocab_parallel_cross_entropy, vocab_parallel_embedding,
     vocab_parallel_head,
 };
@@ -131,17 +133,16 @@ pub use optimizer::{
     ParamGroup, ParamMatrix, ParamSlice, SliceWeight, StepReport, UpdateStep,
 };
 pub use params::{
-    DataParallel, HeldParam, Holder, ModelSpec, PackWeights, Param, ParamBuilder, ParamSpec,
-    ParamStore, Parameters, RankSpec, ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat,
-    ZeroStage,
+    HeldParam, Holder, ModelSpec, PackWeights, Param, ParamBuilder, ParamSpec, ParamStore,
+    Parameters, RankSpec, TiledWeight, WEIGHT_INIT, WeightFormat,
 };
 pub use pass::{
-    ContextRank, GradientSink, KeyValueCache, Loss, Pass, PassReport, PipelineRank, WeightGrad,
-    WeightHalf,
+    ContextRank, GradientSink, KeyValueCache, Loss, Pass, PassReport, PipelineRank, Recompute,
+    Region, Tape, WeightGrad, WeightHalf,
 };
 pub use pipeline::{
-    Block, EvalSums, ModelPart, Pipeline, PlainBlock, PlainHead, Recompute, head_block,
-    layer_block, pack, plain_block, plain_head, unpack,
+    Block, EvalSums, ModelPart, Pipeline, PlainBlock, PlainHead, head_block, layer_block, pack,
+    plain_block, plain_head, unpack,
 };
 pub use pipeline_layout::{BlockCosts, PipelineLayout, stage_blocks};
 pub use placement::{Gradient, Placement, Shard, part};

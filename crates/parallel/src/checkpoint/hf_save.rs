@@ -9,11 +9,11 @@ use std::sync::atomic::AtomicU64;
 use candle_core::{DType, Result};
 
 use super::config_dtype::with_config_dtype;
-use super::free_space::SpaceNeed;
 use super::model_folder::ModelFolder;
 use super::output_folder::{ClaimedFolder, OutputFolder};
 use super::plan::{SavePlan, SavedModel};
 use super::run_file::RunFile;
+use crate::files::SpaceNeed;
 use crate::params::{Parameters, SaveSource};
 
 /// What to write beside the weights, how, and where.

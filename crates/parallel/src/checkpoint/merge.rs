@@ -1,14 +1,14 @@
 //! Folds a low-rank adapter into the model that it belongs to.
 
 use candle_core::{Device, Result, Tensor};
+use candle_gguf::Weights;
 
-use super::free_space::{SpaceNeed, check_free_space};
 use super::hf_save::HfSave;
 use super::plan::{Content, PlannedTensor, SavePlan};
 use super::save::Folder;
 use super::save_failure::SaveFailure;
-use crate::files::Checkpoint;
-use crate::gguf::{MergedModel, Weights};
+use super::weights::MergedModel;
+use crate::files::{Checkpoint, SpaceNeed, check_free_space};
 use crate::lora::Adapter;
 
 /// Writes the checkpoint `model` with W + s B A in place of the weight W of each layer of `adapter`, in the files' own type or

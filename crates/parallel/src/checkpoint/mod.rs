@@ -4,10 +4,8 @@
 mod config_dtype;
 mod file_writer;
 mod folder_lock;
-mod free_space;
 mod gather;
 mod hf_save;
-mod leftovers;
 mod merge;
 mod model_folder;
 mod output_folder;
@@ -18,19 +16,19 @@ mod save_failure;
 mod staged_folder;
 mod tensor_file;
 mod training;
+pub(crate) mod weights;
 mod whole_file;
 
 pub use crate::files::{
-    Checkpoint, INDEX_FILE, TensorEntry, WEIGHTS_FILE, check_file, end_when_a_file_is_cut,
-    open_file, read_file, read_text_file,
+    Checkpoint, INDEX_FILE, Leftover, SpaceNeed, TensorEntry, WEIGHTS_FILE, check_file,
+    check_free_space, end_when_a_file_is_cut, open_file, read_file, read_text_file,
+    remove_leftovers, size_in_words,
 };
 pub use candle_launch::open_own_file;
 pub use config_dtype::with_config_dtype;
 pub use folder_lock::FolderLock;
-pub use free_space::{SpaceNeed, check_free_space, size_in_words};
 pub use gather::gather_full;
 pub use hf_save::HfSave;
-pub use leftovers::{Leftover, remove_leftovers};
 pub use merge::merge_adapter;
 pub use model_folder::sidecar_files;
 pub use output_folder::{ClaimedFolder, OutputFolder, check_folder_of, check_writable};

@@ -20,8 +20,8 @@ use nix::errno::Errno;
 use nix::libc::{self, siginfo_t};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, raise, sigaction};
 
+use super::leftovers::remove_leftovers;
 use super::plain_file::open_file;
-use crate::checkpoint::remove_leftovers;
 
 /// A file that is mapped, as it was when it was opened.
 #[derive(Debug)]
@@ -229,7 +229,7 @@ mod tests {
     use std::process::{Command, Output};
 
     use super::*;
-    use crate::checkpoint::Leftover;
+    use crate::files::Leftover;
 
     const CASE: &str = "CANDLE_TRAIN_TEST_OF_CUT_FILE";
     const NUM_BYTES: usize = 100_000;

@@ -3,8 +3,8 @@
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::layers::is_each_the_whole;
 use crate::params::{Bucket, FlatBuffer, Parameters};
+use crate::pass::is_each_the_whole;
 use crate::placement::Gradient;
 
 /// Sums the gradients of a bucket's values that several tensor-parallel ranks hold, where each has a summand. All ranks of the

@@ -9,10 +9,8 @@ use candle_ops::{linear_bias_grad_into, linear_weight_grad_into};
 use super::input_grad::input_grad;
 use super::layer::Layer;
 use super::low_rank::LowRank;
-use super::region::Region;
-use super::tape::{Tape, row_bytes};
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
-use crate::pass::{GradientSink, Pass};
+use crate::pass::{GradientSink, Pass, Region, Tape};
 use crate::placement::Shard;
 
 /// Holds rows `r` of a global weight (out, in), and the same part of the bias and of a low-rank adapter, if it has one.
@@ -201,7 +199,7 @@ pub fn column_parallel_tape(layers: &[&ColumnParallelLinear]) -> Tape {
     let Some(first) = layers.first() else {
         return Tape::default();
     };
-    let (whole, _) = row_bytes(&first.weight);
+    let (whole, _) = first.weight.row_bytes();
     let input = match first.sums_input_grad {
         true => first.region.bytes_outside(whole),
         false => whole,
@@ -228,7 +226,7 @@ impl ColumnParallelLinear {
         let reads_dy = self.weight().track_op()
             || self.bias.as_ref().is_some_and(Tensor::track_op)
             || adapter.is_some_and(LowRank::trains_b);
-        let (_, dy) = row_bytes(&self.weight);
+        let (_, dy) = self.weight.row_bytes();
         let [of_a, of_b] = adapter.map_or([0; 2], LowRank::waiting_bytes);
         of_a + of_b + if reads_dy { dy } else { 0 }
     }

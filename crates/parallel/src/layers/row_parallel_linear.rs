@@ -9,10 +9,8 @@ use super::column_parallel_linear::{kept, put_bias_grad};
 use super::input_grad::input_grad;
 use super::layer::Layer;
 use super::low_rank::LowRank;
-use super::region::Region;
-use super::tape::{Tape, row_bytes};
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
-use crate::pass::{GradientSink, Pass};
+use crate::pass::{GradientSink, Pass, Region, Tape};
 use crate::placement::{Gradient, Placement, Shard};
 
 /// Holds columns `r` of a global weight (out, in), the whole bias, and the same part of a low-rank adapter, if it has one.
@@ -97,7 +95,7 @@ impl RowParallelLinear {
 impl RowParallelLinear {
     /// What stays of the layer if its input is kept, or if whoever has the layer computes it again for [`Self::backward_with`].
     pub fn tape_of(&self, is_computed_again: bool) -> Tape {
-        let (input, output) = row_bytes(&self.weight);
+        let (input, output) = self.weight.row_bytes();
         let adapter = self.low_rank.as_ref();
         let [of_a, of_b] = adapter.map_or([0; 2], LowRank::waiting_bytes);
         let dy_of_others = self.bias.as_ref().is_some_and(Tensor::track_op)

@@ -22,10 +22,9 @@ use candle_comm::{allocate_for, allocated_of_rank, message_of};
 use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
-use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 
 use super::store::{Fetched, Kept};
-use crate::checkpoint::{SpaceNeed, size_in_words};
+use crate::files::{SpaceNeed, is_in_memory, size_in_words};
 use crate::memory::{MemoryGuard, MemoryMeter, num_bytes as num_bytes_of};
 
 /// The items of one rank.
@@ -282,11 +281,6 @@ impl FileStore {
         io.here.remove(&index);
         Ok(())
     }
-}
-
-/// Whether files of a folder are in memory.
-pub(super) fn is_in_memory(dir: &Path) -> bool {
-    statfs(dir).is_ok_and(|status| status.filesystem_type() == TMPFS_MAGIC)
 }
 
 /// Warns, once, of a folder whose files are in memory.

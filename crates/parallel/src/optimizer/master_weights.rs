@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{join_master, split_master};
 use half::bf16;
 
@@ -18,24 +18,6 @@ use super::distributed::DistributedOptimizer;
 use super::state_store::BucketState;
 use crate::params::{FlatBuffer, Parameters, SaveSource, SetValues, Slot, move_storage};
 use crate::placement::{intersect, offset_by};
-
-/// Kind of state: the f32 weights that the optimizer updates, those of the model or the masters of narrower ones.
-pub(crate) const MASTER: &str = "master";
-
-/// Type of the masters of weights of type `dtype`, the first of which are those of parameter `name`: F32, or I16 for remainders, if the rules
-/// take those; `None` if the weights are f32.
-pub(super) fn master_dtype(
-    dtype: DType,
-    name: &str,
-    takes_remainders: bool,
-) -> Result<Option<DType>> {
-    match dtype {
-        DType::F32 => Ok(None),
-        DType::BF16 if takes_remainders => Ok(Some(DType::I16)),
-        DType::BF16 | DType::F16 => Ok(Some(DType::F32)),
-        dtype => bail!("parameter {name} is of type {dtype:?}; expected F32, BF16 or F16"),
-    }
-}
 
 impl DistributedOptimizer {
     /// The masters of `mine`, values of the parameter at `slot` of bucket `index` in `part` of what this rank updates of it, which must not be

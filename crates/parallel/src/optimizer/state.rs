@@ -6,8 +6,8 @@ use std::ops::Range;
 use candle_core::{Result, Tensor, bail};
 
 use super::distributed::DistributedOptimizer;
-use super::master_weights::{MASTER, part_of_own};
-use super::state_store::BucketState;
+use super::master_weights::part_of_own;
+use super::state_store::{BucketState, MASTER};
 use crate::params::{Param, Slot};
 use crate::placement::{Run, intersect, joined, offset_by};
 

@@ -2,10 +2,9 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::Optimizer;
-use super::master_weights::master_dtype;
+use super::optimizer::Optimizer;
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
 use crate::offload::{Kept, OffloadPlace, OffloadStore};
 use crate::params::SLICE_ALIGNMENT;
@@ -30,6 +29,24 @@ pub(crate) struct BucketShape {
     pub master: Option<DType>,
     /// Whether any part of the values can be updated without the others.
     pub is_divisible: bool,
+}
+
+/// Kind of state: the f32 weights that the optimizer updates, those of the model or the masters of narrower ones.
+pub(crate) const MASTER: &str = "master";
+
+/// Type of the masters of weights of type `dtype`, the first of which are those of parameter `name`: F32, or I16 for remainders, if the rules
+/// take those; `None` if the weights are f32.
+pub(super) fn master_dtype(
+    dtype: DType,
+    name: &str,
+    takes_remainders: bool,
+) -> Result<Option<DType>> {
+    match dtype {
+        DType::F32 => Ok(None),
+        DType::BF16 if takes_remainders => Ok(Some(DType::I16)),
+        DType::BF16 | DType::F16 => Ok(Some(DType::F32)),
+        dtype => bail!("parameter {name} is of type {dtype:?}; expected F32, BF16 or F16"),
+    }
 }
 
 /// A bucket's state for as long as an update or a look at it takes.

@@ -9,7 +9,6 @@ use candle_core::{Result, Tensor};
 
 use super::allowance::Allowance;
 use super::changes::{Changes, SaveSource};
-use super::data_parallel::{DataParallel, ReplicaGroups};
 use super::layout::{ParamLayout, Slot};
 use super::model_spec::ModelSpec;
 use super::packed_weights::PackedWeights;
@@ -17,12 +16,14 @@ use super::param::Param;
 use super::param_spec::{ParamSpec, SharedRange};
 use super::pending_weights::PendingWeights;
 use super::rank_spec::RankSpec;
+use super::replica_groups::ReplicaGroups;
 use super::set_weights::SetWeights;
 use super::sharded_weights::ShardedWeights;
 use super::slices::gather_range;
 use super::source::Source;
 use super::tie::Tie;
 use crate::agreement::Facts;
+use crate::data_parallel::DataParallel;
 use crate::files::Checkpoint;
 use crate::lora::LoraConfig;
 use crate::memory::{MemoryGuard, MemoryMeter};
@@ -128,7 +129,7 @@ impl Parameters {
             let used = model.params().iter().map(|param| param.name.as_str());
             allowance.check_all_used(checkpoint, &used.collect())?;
         }
-        let ties = Tie::connect(&model, &own.ties, mesh)?;
+        let ties = Tie::connect(&model.tied_stages(), layout, &own.ties, mesh)?;
         let owned = params.iter().zip(&own.params).map(|(param, held)| {
             // What is packed is never written as it is held.
             match held.owned.is_empty() || param.packing.is_some() {

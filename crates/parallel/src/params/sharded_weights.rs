@@ -9,9 +9,9 @@ use candle_comm::{Pending, ProcessGroup};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use candle_ops::{QuantizedType, quantize_rows};
 
-use super::data_parallel::ReplicaGroups;
 use super::layout::{Bucket, ParamLayout, Sharing, Slot};
 use super::param::Param;
+use super::replica_groups::ReplicaGroups;
 use super::slices::{GatheredRange, OwnPart, start_gather_range, unpacked};
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter, num_bytes};
 use crate::offload::{Fetched, Kept, OffloadPlace, OffloadStore};

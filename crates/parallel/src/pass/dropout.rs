@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use twox_hash::XxHash64;
 
 use super::pass::Pass;
-use crate::layers::Region;
+use super::region::Region;
 use crate::placement::{Indices, Shard};
 
 /// The sequences of a micro-batch, each as a number.

@@ -10,8 +10,9 @@ use candle_ops::{AttentionRows, DocumentStarts, IGNORE_INDEX, Runs};
 use super::cut::Cut;
 use super::dropout::{Place, SequenceKeys};
 use super::key_value_cache::KeyValueCache;
+use super::region::Region;
+use super::region_watch::note_entered;
 use super::reports::{Reported, Reports};
-use crate::layers::{Region, note_entered};
 use crate::placement::Shard;
 
 /// A pass of a micro-batch, as every block sees it: what goes in, the targets, and what the pass is for. Clones are cheap.

@@ -9,15 +9,16 @@ use twox_hash::XxHash64;
 use super::block::{Block, Link, plain_head};
 use super::border::{Borders, packed};
 use super::plain::PlainHead;
-use super::recompute::Recompute;
 use super::stage_block::{Saved, StageBlock};
 use crate::agreement::Facts;
 use crate::checksums::Shared;
 use crate::gradients::Gradients;
-use crate::layers::{Head, Region, SeenRegions, watched};
+use crate::layers::Head;
 use crate::offload::Stored;
 use crate::params::{ParamBuilder, Parameters, is_about_released};
-use crate::pass::{Early, InputHalf, Loss, Pass, WeightJobs};
+use crate::pass::{
+    Early, InputHalf, Loss, Pass, Recompute, Region, SeenRegions, WeightJobs, watched,
+};
 use crate::pipeline_layout::PipelineLayout;
 use crate::schedule::Instruction;
 

@@ -7,11 +7,12 @@ use candle_core::{Result, Tensor, TensorId, bail};
 
 use super::block::{Block, Link};
 use super::plain::CUTTING;
-use super::recompute::{Recompute, check_repeats, fingerprint};
 use crate::gradients::Gradients;
 use crate::offload::{Lane, Stored};
 use crate::params::Parameters;
-use crate::pass::{GradientSink, Loss, Pass, WeightGrad, WeightHalf};
+use crate::pass::{
+    GradientSink, Loss, Pass, Recompute, WeightGrad, WeightHalf, check_repeats, fingerprint,
+};
 
 /// A block of a stage.
 pub(super) struct StageBlock {

@@ -7,11 +7,10 @@ use candle_core::{DType, Error, Result, bail};
 use super::checkpoint::TrainingCheckpoint;
 use super::manifest::FileRecord;
 use super::piece::Piece;
-use crate::checkpoint::free_space::{SpaceNeed, check_free_space};
 use crate::checkpoint::hf_save::HfSave;
 use crate::checkpoint::plan::{Content, SavePlan, SavedModel, SavedParam};
 use crate::checkpoint::save::Folder;
-use crate::files::{Checkpoint, read_file};
+use crate::files::{Checkpoint, SpaceNeed, check_free_space, read_file};
 use crate::params::SaveSource;
 
 impl TrainingCheckpoint {

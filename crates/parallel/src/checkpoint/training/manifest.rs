@@ -14,10 +14,11 @@ use super::piece::Piece;
 use super::rank_file;
 use crate::checkpoint::model_folder::is_sidecar;
 use crate::checkpoint::save::write_small;
+use crate::data_parallel::ZeroStage;
 use crate::files::{open_file, read_text_file};
 use crate::lora::LoraConfig;
 use crate::optimizer::OptimizerCounters;
-use crate::params::{Parameters, SaveSource, ZeroStage};
+use crate::params::{Parameters, SaveSource};
 
 pub(super) const MANIFEST_FILE: &str = "manifest.json";
 /// Folder of the files that a model has beside its weights.

@@ -18,7 +18,8 @@ use super::manifest::{CheckpointManifest, CheckpointNote, FileRecord, MANIFEST_F
 use super::rank_file::{RankFileWriter, SaveId};
 use super::rank_tensors::{RankTensors, written_weights};
 use crate::agreement::{agree, exchange};
-use crate::checkpoint::{SpaceNeed, StagedFolder};
+use crate::checkpoint::StagedFolder;
+use crate::files::SpaceNeed;
 use crate::optimizer::DistributedOptimizer;
 
 /// Writes the checkpoints of a run into a folder, one at a time.

@@ -14,7 +14,7 @@ use crate::memory::MemoryCategory;
 use crate::offload::{Lane, OffloadPlace};
 use crate::optimizer::{BucketShape, StateSlices, max_gathers, num_bytes_of};
 use crate::params::{Bucket, HeldParam, RankSpec, ReplicaGroups, packed_bytes};
-use crate::pipeline::Recompute;
+use crate::pass::Recompute;
 use crate::schedule::{Instruction, Message, Plan, Unit};
 
 /// Of a gradient.

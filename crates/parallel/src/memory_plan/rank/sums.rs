@@ -4,8 +4,9 @@ use candle_core::DType;
 
 use super::super::planned_store::PlannedSums;
 use super::{GRADIENT_BYTES, PlannedRank};
+use crate::data_parallel::ReduceType;
 use crate::memory::MemoryCategory;
-use crate::params::{Bucket, ReduceType, Sharing, Slot};
+use crate::params::{Bucket, Sharing, Slot};
 use crate::placement::{Gradient, intersect};
 
 impl PlannedRank<'_> {

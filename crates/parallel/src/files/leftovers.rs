@@ -24,7 +24,7 @@ pub struct Leftover(Entry);
 
 impl Leftover {
     /// What `make` makes at `path`, a file or a folder that goes only if it is empty: a process that is ended meanwhile has made it or not.
-    pub(super) fn make<T>(
+    pub(crate) fn make<T>(
         path: PathBuf,
         make: impl FnOnce(&Path) -> Result<T>,
     ) -> Result<(T, Self)> {
@@ -53,7 +53,7 @@ impl Leftover {
         Self(entry)
     }
 
-    pub(super) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.0.path
     }
 }
@@ -92,7 +92,7 @@ pub fn remove_leftovers() {
 }
 
 /// Gives what was made its name, which a process that is ended meanwhile has done or not: never is half of it there.
-pub(super) fn named<T>(name: impl FnOnce() -> T) -> T {
+pub(crate) fn named<T>(name: impl FnOnce() -> T) -> T {
     let _all = leftovers();
     name()
 }

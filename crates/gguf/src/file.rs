@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::thread::{Builder, scope};
 
-use candle_comm::{message_of, start_threads};
 use candle_core::{Error, Result, bail};
 use rayon::prelude::*;
 
@@ -69,12 +68,11 @@ impl GgufFile {
         bytes
     }
 
-    /// Writes the file. A few MiB of values are in memory at a time, whatever the sizes of tensors.
+    /// Writes the file, on rayon's threads. A few MiB of values are in memory at a time, whatever the sizes of tensors.
     ///
     /// # Errors
     /// Weights that cannot be read, are NaN or infinite, or do not fit their type, by name; what `out` says.
     pub fn write(&self, weights: &dyn Weights, out: &mut (impl Write + Send)) -> Result<()> {
-        start_threads()?;
         // Two runs of blocks wait while a third is made.
         let (sender, receiver) = sync_channel::<Vec<Vec<u8>>>(1);
         let written = &self.num_written_bytes;
@@ -152,7 +150,7 @@ impl Block<'_> {
         let bytes = encode(tensor.dtype, values);
         let mut bytes = match bytes {
             Ok(bytes) => bytes,
-            Err(err) => bail!("tensor {name} {}: nothing was saved", message_of(&err)),
+            Err(err) => bail!("tensor {name} {err}: nothing was saved"),
         };
         if self.rows.end == tensor.num_rows() {
             let rest = padded(tensor.num_bytes()) - tensor.num_bytes();
