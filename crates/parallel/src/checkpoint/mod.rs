@@ -13,6 +13,7 @@ mod plan;
 mod run_file;
 mod save;
 mod save_failure;
+mod saved_model;
 mod staged_folder;
 mod tensor_file;
 mod training;
@@ -33,9 +34,10 @@ pub use merge::merge_adapter;
 pub use model_folder::sidecar_files;
 pub use output_folder::{ClaimedFolder, OutputFolder, check_folder_of, check_writable};
 pub use save::save_hf;
+pub use saved_model::ParamRecord;
 pub use staged_folder::StagedFolder;
 pub use training::{
-    CheckpointManifest, CheckpointNote, CheckpointSaver, FileRecord, ParamRecord, SaveOutcome,
-    SavedLayout, SetAside, TrainingCheckpoint, checkpoints_in, set_aside_in,
+    CheckpointManifest, CheckpointNote, CheckpointSaver, FileRecord, SaveOutcome, SavedLayout,
+    SetAside, TrainingCheckpoint, checkpoints_in, set_aside_in,
 };
 pub use whole_file::WholeFile;

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_gguf::Weights;
 use candle_ops::linear_forward_add;
 
@@ -48,7 +48,7 @@ impl Weights for CheckpointWeights<'_> {
     fn dtype(&self, name: &str) -> Result<DType> {
         let mut params = self.checkpoint.manifest().params.iter();
         match params.find(|param| param.name == name) {
-            Some(param) => param.stored_dtype.parse().map_err(Error::wrap),
+            Some(param) => param.stored_dtype(),
             None => bail!(
                 "the checkpoint {} has no parameter {name}",
                 self.checkpoint.dir().display()

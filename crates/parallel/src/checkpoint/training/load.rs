@@ -6,11 +6,11 @@ use std::ops::Range;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::checkpoint::TrainingCheckpoint;
-use super::manifest::ParamRecord;
 use super::own_values::{OwnValues, own_values};
 use super::piece::Piece;
 use super::rank_tensors::{WEIGHT, tensor_name};
 use crate::agreement::agree;
+use crate::checkpoint::ParamRecord;
 use crate::files::decode;
 use crate::optimizer::{DistributedOptimizer, MASTER};
 use crate::params::{ParamSpec, Parameters, SaveSource};

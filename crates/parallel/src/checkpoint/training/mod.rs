@@ -38,5 +38,5 @@ mod saver;
 
 pub use checkpoint::TrainingCheckpoint;
 pub use folder::{checkpoints_in, set_aside_in};
-pub use manifest::{CheckpointManifest, CheckpointNote, FileRecord, ParamRecord, SavedLayout};
+pub use manifest::{CheckpointManifest, CheckpointNote, FileRecord, SavedLayout};
 pub use saver::{CheckpointSaver, SaveOutcome, SetAside};
