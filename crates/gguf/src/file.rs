@@ -34,7 +34,7 @@ pub struct GgufFile {
 }
 
 /// A block of rows of a tensor.
-struct Block<'a> {
+struct RowBlock<'a> {
     tensor: &'a GgufTensor,
     rows: Range<usize>,
 }
@@ -89,7 +89,7 @@ impl GgufFile {
                 out.flush()
             })?;
             let num_threads = rayon::current_num_threads();
-            let blocks: Vec<Block<'_>> = self.blocks(num_threads).collect();
+            let blocks: Vec<RowBlock<'_>> = self.blocks(num_threads).collect();
             let mut made = Ok(());
             for blocks in blocks.chunks(num_threads) {
                 let bytes = blocks.par_iter().map(|block| block.bytes(weights));
@@ -116,14 +116,14 @@ impl GgufFile {
         })
     }
 
-    fn blocks(&self, num_threads: usize) -> impl Iterator<Item = Block<'_>> {
+    fn blocks(&self, num_threads: usize) -> impl Iterator<Item = RowBlock<'_>> {
         let num_values = (VALUES_AT_ONCE / num_threads).max(MIN_VALUES);
         self.tensors.iter().flat_map(move |tensor| {
             let group = tensor.change().group();
             let rows = (num_values / tensor.width().max(1)).max(1);
             let rows = rows.next_multiple_of(group);
             let starts = (0..tensor.num_rows()).step_by(rows);
-            starts.map(move |start| Block {
+            starts.map(move |start| RowBlock {
                 tensor,
                 rows: start..(start + rows).min(tensor.num_rows()),
             })
@@ -131,7 +131,7 @@ impl GgufFile {
     }
 }
 
-impl Block<'_> {
+impl RowBlock<'_> {
     /// As it is in the file, with what stands behind the last one.
     fn bytes(&self, weights: &dyn Weights) -> Result<Vec<u8>> {
         let tensor = self.tensor;

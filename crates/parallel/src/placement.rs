@@ -64,7 +64,7 @@ pub(crate) struct Partition {
 
 /// Indices that the same ranks hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Held {
+pub(crate) struct HeldRange {
     pub range: Range<usize>,
     /// Those ranks, rising, at least one.
     pub ranks: Vec<usize>,
@@ -270,11 +270,11 @@ impl Partition {
     }
 
     /// All indices, in pieces that the same ones of `num_ranks` ranks hold, rising.
-    pub fn pieces(&self, num_ranks: usize) -> Vec<Held> {
+    pub fn pieces(&self, num_ranks: usize) -> Vec<HeldRange> {
         let borders = self.ranges().flat_map(|range| [range.start, range.end]);
         let borders: BTreeSet<usize> = borders.collect();
         let borders: Vec<usize> = borders.into_iter().collect();
-        let pieces = borders.windows(2).map(|ends| Held {
+        let pieces = borders.windows(2).map(|ends| HeldRange {
             range: ends[0]..ends[1],
             ranks: (0..num_ranks)
                 .filter(|&rank| self.held(rank).contains(ends[0]))
@@ -286,7 +286,7 @@ impl Partition {
 
 /// Values that lie one after the other in a whole tensor, and in what is held of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
+pub(crate) struct ValueRun {
     /// Row-major offsets into the whole tensor.
     pub global: Range<usize>,
     /// Row-major offsets into what is held.
@@ -386,7 +386,7 @@ impl Indices {
         dims: &[usize],
         dim: usize,
         part: Range<usize>,
-    ) -> impl Iterator<Item = Run> + use<> {
+    ) -> impl Iterator<Item = ValueRun> + use<> {
         let width = dims.get(dim).copied().unwrap_or(1);
         let inner: usize = dims.iter().skip(dim + 1).product();
         // All of it is one run.
@@ -412,7 +412,7 @@ impl Indices {
         runs.filter_map(move |(start, local)| {
             let both = intersect(&local, &part);
             let start = start + both.start - local.start;
-            (!both.is_empty()).then(|| Run {
+            (!both.is_empty()).then(|| ValueRun {
                 global: start..start + both.len(),
                 local: both,
             })

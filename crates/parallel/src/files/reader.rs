@@ -16,7 +16,7 @@ use twox_hash::XxHash64;
 
 use super::mapped_file::MappedFile;
 use super::plain_file::read_text_file;
-use crate::placement::{Indices, Run, Shard};
+use crate::placement::{Indices, Shard, ValueRun};
 
 /// Name of the single weights file of a Hugging Face checkpoint.
 pub const WEIGHTS_FILE: &str = "model.safetensors";
@@ -62,7 +62,7 @@ impl TensorEntry {
 }
 
 #[derive(serde::Deserialize)]
-struct Index {
+struct WeightIndex {
     weight_map: BTreeMap<String, String>,
 }
 
@@ -162,7 +162,7 @@ impl Checkpoint {
         let text = read_text_file(path).map_err(|err| {
             candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
         })?;
-        let index: Index = serde_json::from_str(&text).map_err(|err| {
+        let index: WeightIndex = serde_json::from_str(&text).map_err(|err| {
             candle_core::Error::msg(format!(
                 "{} is not a safetensors index: {err}",
                 path.display()
@@ -372,11 +372,13 @@ impl Checkpoint {
         let mut values = vec![0f32; all];
         let size = dtype.size_in_bytes();
         let mut rest = values.as_mut_slice();
-        let runs = held.runs(shape, dim, 0..all).map(|Run { global, local }| {
-            let (run, behind) = std::mem::take(&mut rest).split_at_mut(local.len());
-            rest = behind;
-            (&bytes[global.start * size..global.end * size], run)
-        });
+        let runs = held
+            .runs(shape, dim, 0..all)
+            .map(|ValueRun { global, local }| {
+                let (run, behind) = std::mem::take(&mut rest).split_at_mut(local.len());
+                rest = behind;
+                (&bytes[global.start * size..global.end * size], run)
+            });
         let runs: Vec<(&[u8], &mut [f32])> = runs.collect();
         runs.into_par_iter()
             .for_each(|(bytes, values)| decode(dtype, bytes, values));

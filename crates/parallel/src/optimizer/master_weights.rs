@@ -146,12 +146,9 @@ impl DistributedOptimizer {
         {
             let own = part_of_own(&self.params, index, part);
             let masters = FlatBuffer::zeros(own.len(), &Device::Cpu)?;
-            for slot in &self.params.layout().buckets[index].slots {
-                let mine = intersect(&slot.range, &own);
-                if !mine.is_empty() {
-                    let values = self.masters(index, part, slot, &mine, kept)?;
-                    masters.write(mine.start - own.start, &values)?;
-                }
+            for (slot, mine) in self.params.layout().buckets[index].slots_in(&own) {
+                let values = self.masters(index, part, slot, &mine, kept)?;
+                masters.write(mine.start - own.start, &values)?;
             }
             joined.master = Some(masters.into_tensor());
         }
@@ -171,20 +168,17 @@ pub(super) fn master_weights(
     let bucket = &params.layout().buckets[index];
     let own = part_of_own(params, index, part);
     let values = FlatBuffer::zeros(own.len(), device)?;
-    for slot in &bucket.slots {
-        let mine = intersect(&slot.range, &own);
-        if !mine.is_empty() {
-            let weights = match params.unrounded(slot.param)? {
-                Some(mut values) => {
-                    let mine = offset_by(&mine, slot.range.start);
-                    values.truncate(mine.end);
-                    values.drain(..mine.start);
-                    Tensor::from_vec(values, mine.len(), device)?
-                }
-                None => params.own_weights(index, slot, &mine)?,
-            };
-            values.write(mine.start - own.start, &weights)?;
-        }
+    for (slot, mine) in bucket.slots_in(&own) {
+        let weights = match params.unrounded(slot.param)? {
+            Some(mut values) => {
+                let mine = offset_by(&mine, slot.range.start);
+                values.truncate(mine.end);
+                values.drain(..mine.start);
+                Tensor::from_vec(values, mine.len(), device)?
+            }
+            None => params.own_weights(index, slot, &mine)?,
+        };
+        values.write(mine.start - own.start, &weights)?;
     }
     let masters = values.into_tensor();
     if dtype == DType::F32 {
@@ -213,15 +207,12 @@ fn split_masters(
     let own = part_of_own(params, index, part);
     let parts = masters.to_vec1()?.into_iter().map(split_master);
     let (weights, remainders): (Vec<bf16>, Vec<i16>) = parts.unzip();
-    for slot in &bucket.slots {
-        let mine = intersect(&slot.range, &own);
-        if !mine.is_empty() {
-            let values = &weights[offset_by(&mine, own.start)];
-            let values = Tensor::new(values, device)?;
-            params
-                .own_weights(index, slot, &mine)?
-                .slice_set(&values, 0, 0)?;
-        }
+    for (slot, mine) in bucket.slots_in(&own) {
+        let values = &weights[offset_by(&mine, own.start)];
+        let values = Tensor::new(values, device)?;
+        params
+            .own_weights(index, slot, &mine)?
+            .slice_set(&values, 0, 0)?;
     }
     Tensor::from_vec(remainders, own.len(), device)
 }

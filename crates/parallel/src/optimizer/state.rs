@@ -9,7 +9,7 @@ use super::distributed::DistributedOptimizer;
 use super::master_weights::part_of_own;
 use super::state_store::{BucketState, MASTER};
 use crate::params::{Param, Slot};
-use crate::placement::{Run, intersect, joined, offset_by};
+use crate::placement::{ValueRun, intersect, joined, offset_by};
 
 /// What a rank keeps of one kind of state for one parameter.
 #[derive(Clone, Debug, PartialEq)]
@@ -185,7 +185,7 @@ impl DistributedOptimizer {
         part: &Range<usize>,
         range: &Range<usize>,
         param: &Param,
-    ) -> Vec<Run> {
+    ) -> Vec<ValueRun> {
         let own = self.own_range(index);
         let mine = intersect(range, &part_of_own(&self.params, index, part));
         if mine.is_empty() {
@@ -193,7 +193,7 @@ impl DistributedOptimizer {
         }
         let mine = offset_by(&mine, range.start);
         let place = |offset: usize| range.start + offset - own.start;
-        let runs = param.runs(mine).map(|run| Run {
+        let runs = param.runs(mine).map(|run| ValueRun {
             local: place(run.local.start)..place(run.local.end),
             ..run
         });
@@ -202,7 +202,7 @@ impl DistributedOptimizer {
 }
 
 /// Writes to `kind`, of which `runs` tell the places, what of them is in `state`; returns the number of values.
-fn take_values(kind: &KindOfState<'_>, runs: &[Run], state: &OptimizerState) -> Result<usize> {
+fn take_values(kind: &KindOfState<'_>, runs: &[ValueRun], state: &OptimizerState) -> Result<usize> {
     let mut num_taken = 0;
     for run in runs {
         let mut start = 0;

@@ -50,9 +50,9 @@ pub(super) fn master_dtype(
 }
 
 /// A bucket's state for as long as an update or a look at it takes.
-pub(super) struct StateStore(Place);
+pub(super) struct StateStore(StatePlace);
 
-enum Place {
+enum StatePlace {
     Resident {
         buckets: Vec<BucketState>,
         shapes: Vec<BucketShape>,
@@ -210,7 +210,7 @@ impl StateStore {
         };
         let store = OffloadStore::new(place, kept, device, meter, tensors)?;
         Ok(Self(match store {
-            Some(store) => Place::Away {
+            Some(store) => StatePlace::Away {
                 store: Box::new(store),
                 shapes,
                 slices,
@@ -221,7 +221,7 @@ impl StateStore {
                 let buckets = buckets.collect::<Result<_>>()?;
                 let num_bytes = shapes.iter().map(BucketShape::num_bytes).sum();
                 let _held = meter.hold(MemoryCategory::Optimizer, num_bytes);
-                Place::Resident {
+                StatePlace::Resident {
                     buckets,
                     shapes,
                     _held,
@@ -233,19 +233,19 @@ impl StateStore {
     /// What there is of bucket `index`.
     pub fn shape(&self, index: usize) -> &BucketShape {
         match &self.0 {
-            Place::Resident { shapes, .. } | Place::Away { shapes, .. } => &shapes[index],
+            StatePlace::Resident { shapes, .. } | StatePlace::Away { shapes, .. } => &shapes[index],
         }
     }
 
     pub fn is_away(&self) -> bool {
-        matches!(self.0, Place::Away { .. })
+        matches!(self.0, StatePlace::Away { .. })
     }
 
     /// The parts of bucket `index` that are read or updated at a time: all at once, if nothing is away.
     pub fn parts(&self, index: usize) -> Vec<Range<usize>> {
         match &self.0 {
-            Place::Resident { shapes, .. } => vec![0..shapes[index].len],
-            Place::Away { slices, .. } => slices.parts[index].clone(),
+            StatePlace::Resident { shapes, .. } => vec![0..shapes[index].len],
+            StatePlace::Away { slices, .. } => slices.parts[index].clone(),
         }
     }
 
@@ -257,10 +257,10 @@ impl StateStore {
         mut look: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
     ) -> Result<()> {
         let (store, shapes, slices) = match &self.0 {
-            Place::Resident {
+            StatePlace::Resident {
                 buckets, shapes, ..
             } => return look(&(0..shapes[index].len), &buckets[index]),
-            Place::Away {
+            StatePlace::Away {
                 store,
                 shapes,
                 slices,
@@ -285,8 +285,8 @@ impl StateStore {
     /// Frees what [`Self::read`] left of bucket `index` in memory.
     pub fn forget(&self, index: usize) -> Result<()> {
         match &self.0 {
-            Place::Resident { .. } => Ok(()),
-            Place::Away { store, slices, .. } => {
+            StatePlace::Resident { .. } => Ok(()),
+            StatePlace::Away { store, slices, .. } => {
                 let mut items = slices.of(index, None);
                 items.try_for_each(|(item, ..)| store.forget(item))
             }
@@ -302,12 +302,12 @@ impl StateStore {
         mut update: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
     ) -> Result<()> {
         let (store, shapes, slices) = match &self.0 {
-            Place::Resident {
+            StatePlace::Resident {
                 buckets, shapes, ..
             } => {
                 return update(&(0..shapes[index].len), &buckets[index]);
             }
-            Place::Away {
+            StatePlace::Away {
                 store,
                 shapes,
                 slices,

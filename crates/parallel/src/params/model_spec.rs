@@ -98,7 +98,7 @@ impl ModelSpec {
             1 => Ok(own),
             _ => {
                 let rank = mesh.world.rank();
-                let own = Asked { rank, params: own };
+                let own = AskedParams { rank, params: own };
                 let bytes = serde_json::to_vec(&own).map_err(Error::wrap)?;
                 let all = mesh.pp.all_gather_bytes(&bytes)?;
                 joined(all.iter().map(Vec::as_slice))
@@ -256,7 +256,7 @@ impl ModelSpec {
 
 /// What a rank has asked for.
 #[derive(Serialize, Deserialize)]
-struct Asked {
+struct AskedParams {
     /// World rank.
     rank: usize,
     params: Vec<ParamSpec>,
@@ -266,7 +266,7 @@ struct Asked {
 fn joined<'a>(said: impl Iterator<Item = &'a [u8]>) -> Result<Vec<ParamSpec>> {
     let mut all: BTreeMap<String, (usize, ParamSpec)> = BTreeMap::new();
     for bytes in said {
-        let Asked { rank, params } = serde_json::from_slice(bytes).map_err(Error::wrap)?;
+        let AskedParams { rank, params } = serde_json::from_slice(bytes).map_err(Error::wrap)?;
         for param in params {
             match all.get_mut(&param.name) {
                 Some((first, known)) => known.join(param, *first, rank)?,

@@ -13,7 +13,7 @@ use super::released::has_values;
 use super::source::Wanted;
 use super::weight_format::{Form, Packing, hold};
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
-use crate::placement::{Indices, Placement, Run, Shard};
+use crate::placement::{Indices, Placement, Shard, ValueRun};
 
 /// A parameter, or the part of it that this rank holds.
 #[derive(Clone, Debug)]
@@ -276,7 +276,7 @@ impl Param {
     }
 
     /// The runs of the local values at offsets `part`, in rising order.
-    pub(crate) fn runs(&self, part: Range<usize>) -> impl Iterator<Item = Run> + use<> {
+    pub(crate) fn runs(&self, part: Range<usize>) -> impl Iterator<Item = ValueRun> + use<> {
         let (dim, held) = self.held();
         held.runs(self.global_shape.dims(), dim, part)
     }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::param::{Asker, Param, asked_twice};
 use super::weight_format::Form;
 use crate::pipeline_layout::PipelineLayout;
-use crate::placement::{Gradient, Held, Indices, Partition, Placement};
+use crate::placement::{Gradient, HeldRange, Indices, Partition, Placement};
 
 /// A parameter of a model, wherever it lives: numbers and names, no values.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -148,12 +148,12 @@ impl ParamSpec {
     }
 
     /// Indices of [`Self::dim`] in pieces that the same ones of `tp` ranks hold, rising. The first of these ranks owns the piece.
-    pub(crate) fn pieces(&self, tp: usize) -> Vec<Held> {
+    pub(crate) fn pieces(&self, tp: usize) -> Vec<HeldRange> {
         match &self.partition {
             Some(partition) => partition.pieces(tp),
             None => {
                 let range = 0..self.shape.first().copied().unwrap_or(1);
-                let held = |range| Held {
+                let held = |range| HeldRange {
                     range,
                     ranks: (0..tp).collect(),
                 };

@@ -34,16 +34,13 @@ pub(super) fn own_values(optimizer: &DistributedOptimizer) -> Vec<OwnValues> {
         };
         for part in parts {
             let part = own.start + part.start..own.start + part.end;
-            for slot in &bucket.slots {
-                let mine = intersect(&slot.range, &part);
-                if !mine.is_empty() {
-                    all.push(OwnValues {
-                        param: slot.param,
-                        local: offset_by(&mine, slot.range.start),
-                        bucket: place,
-                        start: mine.start - own.start,
-                    });
-                }
+            for (slot, mine) in bucket.slots_in(&part) {
+                all.push(OwnValues {
+                    param: slot.param,
+                    local: offset_by(&mine, slot.range.start),
+                    bucket: place,
+                    start: mine.start - own.start,
+                });
             }
         }
     }

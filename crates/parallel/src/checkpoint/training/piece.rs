@@ -5,7 +5,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::params::Param;
-use crate::placement::{Indices, Run, intersect, offset_by};
+use crate::placement::{Indices, ValueRun, intersect, offset_by};
 
 /// Values of a parameter that lie one after the other on a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,9 +68,9 @@ impl Piece {
     }
 
     /// Its runs in rising order; `local` counts in the piece.
-    fn runs(&self) -> impl Iterator<Item = Run> {
+    fn runs(&self) -> impl Iterator<Item = ValueRun> {
         let runs = self.held.runs(&self.shape, self.dim, self.range.clone());
-        runs.map(|run| Run {
+        runs.map(|run| ValueRun {
             local: offset_by(&run.local, self.range.start),
             ..run
         })
