@@ -76,9 +76,9 @@
 //! | folder | what is there |
 //! |---|---|
 //! | `params` | how a parameter lies on the mesh ([`Placement`]), where it comes from ([`ParamStore`]), its bucket |
-//! | `layers` | [`Layer`], the tensor-parallel ones, and the [`regions`] between them |
+//! | `layers` | [`Layer`], the tensor-parallel ones, and the borders of their regions: [`regions`] |
 //! | `lora` | [`LoraConfig`]: low-rank adapters beside linear layers, [`LowRank`], and `peft`'s folders |
-//! | `pass` | [`Pass`], and where gradients of weights go: [`GradientSink`] |
+//! | `pass` | [`Pass`], the [`Region`] of its tensor-parallel ranks, what stays of it ([`Tape`]), and where gradients of weights go: [`GradientSink`] |
 //! | `pipeline` | [`Block`], [`ModelPart`] and its tapes, [`Pipeline`] |
 //! | `schedule` | [`Schedule`], [`Plan`]: who computes what when; its check, its simulation |
 //! | `gradients` | [`Gradients`], their reduction over the mesh, norm and loss |
@@ -86,7 +86,7 @@
 //! | `memory` | [`MemoryMeter`]: the bytes that a rank holds, by what they are for |
 //! | `memory_plan` | [`MemoryPlan`]: what a rank will hold, by arithmetic |
 //! | `checkpoint` | Hugging Face folders, read and written part by part |
-//! | `gguf` | files for llama.cpp and Ollama |
+//! | `gguf` | the weights of files for llama.cpp and Ollama |
 #![deny(unsafe_code)]
 
 mod agreement;
@@ -109,6 +109,7 @@ mod pipeline;
 mod pipeline_layout;
 mod placement;
 mod schedule;
+mod view;
 
 pub use agreement::agree;
 pub use context_parallel::{ContextConfig, ContextMethod, ContextParallel, KeptAttention};

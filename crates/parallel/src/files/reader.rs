@@ -16,7 +16,8 @@ use twox_hash::XxHash64;
 
 use super::mapped_file::MappedFile;
 use super::plain_file::read_text_file;
-use crate::placement::{Indices, Shard, ValueRun};
+use crate::placement::Shard;
+use crate::view::{ValueRun, View};
 
 /// Name of the single weights file of a Hugging Face checkpoint.
 pub const WEIGHTS_FILE: &str = "model.safetensors";
@@ -363,22 +364,20 @@ impl Checkpoint {
                 bytemuck::cast_slice(&decoded)
             }
         };
-        let (dim, held) = match shard {
-            None => (0, Indices::from(0..shape.first().copied().unwrap_or(1))),
-            Some(shard) => (shard.dim(), shard.held().clone()),
-        };
-        let width = shape.get(dim).copied().unwrap_or(1).max(1);
-        let all = shape.iter().product::<usize>() / width * held.len();
-        let mut values = vec![0f32; all];
+        let mut view = View::of_whole(name, shape, 0..shape.iter().product());
+        if let Some(shard) = shard {
+            let width = shape.get(shard.dim()).copied().unwrap_or(1).max(1);
+            view.range = 0..view.len() / width * shard.len();
+            (view.dim, view.held) = (shard.dim(), shard.held().clone());
+        }
+        let mut values = vec![0f32; view.len()];
         let size = dtype.size_in_bytes();
         let mut rest = values.as_mut_slice();
-        let runs = held
-            .runs(shape, dim, 0..all)
-            .map(|ValueRun { global, local }| {
-                let (run, behind) = std::mem::take(&mut rest).split_at_mut(local.len());
-                rest = behind;
-                (&bytes[global.start * size..global.end * size], run)
-            });
+        let runs = view.runs().map(|ValueRun { global, local }| {
+            let (run, behind) = std::mem::take(&mut rest).split_at_mut(local.len());
+            rest = behind;
+            (&bytes[global.start * size..global.end * size], run)
+        });
         let runs: Vec<(&[u8], &mut [f32])> = runs.collect();
         runs.into_par_iter()
             .for_each(|(bytes, values)| decode(dtype, bytes, values));

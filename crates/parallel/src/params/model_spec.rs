@@ -233,7 +233,7 @@ impl ModelSpec {
                 is_tiled: param.is_tiled,
                 is_multiplied,
                 is_read: param.is_read,
-                is_replicated: param.partition.is_none(),
+                replicated: param.partition.is_none().then_some(param.gradient),
                 owned,
                 shared: param.shared_ranges(tp),
             });

@@ -13,7 +13,7 @@ use super::layout::{ParamLayout, Slot};
 use super::model_spec::ModelSpec;
 use super::packed_weights::PackedWeights;
 use super::param::Param;
-use super::param_spec::{ParamSpec, SharedRange};
+use super::param_spec::ParamSpec;
 use super::pending_weights::PendingWeights;
 use super::rank_spec::RankSpec;
 use super::replica_groups::ReplicaGroups;
@@ -29,7 +29,7 @@ use crate::lora::LoraConfig;
 use crate::memory::{MemoryGuard, MemoryMeter};
 use crate::offload::{Lane, Offload, OffloadPlace, Stored, WaitingStore};
 use crate::pipeline_layout::PipelineLayout;
-use crate::placement::{intersect, offset_by};
+use crate::placement::{HeldRange, intersect, offset_by};
 
 /// All parameters of a model, in name order; immutable but for their values.
 #[derive(Clone)]
@@ -272,7 +272,7 @@ impl Parameters {
     }
 
     /// The parts of parameter `index` that several tensor-parallel ranks hold, this one perhaps not among them.
-    pub(crate) fn shared_ranges(&self, index: usize) -> &[SharedRange] {
+    pub(crate) fn shared_ranges(&self, index: usize) -> &[HeldRange] {
         &self.inner.own.params[index].shared
     }
 
@@ -577,5 +577,23 @@ impl Parameters {
                 )
             })
             .collect()
+    }
+
+    /// The parameter, not one of `own`, whose values a computation misses that fails for want of values: `fails` does it again, and
+    /// tells whether it fails in the same way. To find out, values are put in place that mean nothing.
+    pub(crate) fn missed(&self, own: &[usize], fails: impl Fn() -> bool) -> Option<&Param> {
+        let absent = self.iter().enumerate();
+        let absent = absent.filter(|(index, param)| !own.contains(index) && !param.is_present());
+        let absent: Vec<&Param> = absent.map(|(_, param)| param).collect();
+        let missed = absent.iter().find(|param| {
+            let zeros = Tensor::zeros(param.local_shape(), param.dtype(), param.device());
+            zeros.and_then(|zeros| param.refill(&zeros)).is_ok() && !fails()
+        });
+        for param in &absent {
+            if param.release().is_err() {
+                tracing::warn!("parameter {} could not be released again", param.name);
+            }
+        }
+        missed.copied()
     }
 }

@@ -6,7 +6,6 @@ use candle_core::{Result, bail};
 
 use super::checkpoint::TrainingCheckpoint;
 use super::manifest::FileRecord;
-use super::piece::Piece;
 use crate::checkpoint::hf_save::HfSave;
 use crate::checkpoint::plan::SavePlan;
 use crate::checkpoint::save::{VALUES_AT_ONCE, save_rows};
@@ -14,6 +13,7 @@ use crate::checkpoint::saved_model::SavedModel;
 use crate::checkpoint::weights::CheckpointWeights;
 use crate::files::{Checkpoint, read_file};
 use crate::params::SaveSource;
+use crate::view::View;
 
 impl TrainingCheckpoint {
     /// Writes what [`DistributedOptimizer::save_hf`](crate::DistributedOptimizer::save_hf) would have written after the checkpoint's
@@ -119,16 +119,7 @@ impl TrainingCheckpoint {
                 "the checkpoint {} has no values of {name}",
                 self.dir().display()
             ),
-            (Some(kind), _) => {
-                let piece = Piece {
-                    name: name.to_string(),
-                    shape: shape.to_vec(),
-                    dim: 0,
-                    held: (0..shape.first().copied().unwrap_or(1)).into(),
-                    range,
-                };
-                self.read(kind, &piece)
-            }
+            (Some(kind), _) => self.read(kind, &View::of_whole(name, shape, range)),
         }
     }
 }

@@ -10,7 +10,6 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash64;
 
 use super::folder::CheckpointFolder;
-use super::piece::Piece;
 use super::rank_file;
 use crate::checkpoint::model_folder::is_sidecar;
 use crate::checkpoint::save::write_small;
@@ -20,6 +19,7 @@ use crate::files::{open_file, read_text_file};
 use crate::lora::LoraConfig;
 use crate::optimizer::OptimizerCounters;
 use crate::params::{Parameters, SaveSource};
+use crate::view::View;
 
 pub(super) const MANIFEST_FILE: &str = "manifest.json";
 /// Folder of the files that a model has beside its weights.
@@ -187,7 +187,7 @@ impl CheckpointManifest {
     }
 
     /// An error if a piece has another shape than its parameter.
-    pub(super) fn check_piece(&self, dir: &Path, piece: &Piece) -> Result<()> {
+    pub(super) fn check_piece(&self, dir: &Path, piece: &View) -> Result<()> {
         let mut params = self.params.iter();
         match params.find(|param| param.name == piece.name) {
             Some(param) if param.shape == piece.shape => Ok(()),

@@ -10,10 +10,10 @@ use candle_core::{DType, Error, Result, Tensor, bail};
 use safetensors::{Dtype, SafeTensors};
 
 use super::manifest::FileRecord;
-use super::piece::Piece;
 use super::rank_tensors::RankTensors;
 use crate::checkpoint::tensor_file::{TensorFile, header};
 use crate::files::{MappedFile, decode};
+use crate::view::View;
 
 /// What readers of safetensors accept before the tensors.
 const MAX_HEADER_BYTES: usize = 100_000_000;
@@ -30,7 +30,7 @@ pub(super) struct RankFile {
     path: PathBuf,
     map: MappedFile,
     tensors: HashMap<String, (Dtype, Range<usize>)>,
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<View>,
 }
 
 pub(super) fn file_name(rank: usize) -> String {
@@ -164,7 +164,7 @@ impl RankFile {
                 id.run
             );
         }
-        let pieces: Vec<Piece> = serde_json::from_str(text("pieces")).map_err(|err| fail(&err))?;
+        let pieces: Vec<View> = serde_json::from_str(text("pieces")).map_err(|err| fail(&err))?;
         if let Some(piece) = pieces.iter().find(|piece| !piece.is_valid()) {
             return Err(fail(&format!("{piece:?} does not fit its shape")));
         }

@@ -181,10 +181,9 @@ impl PlannedRank<'_> {
             // What tensor-parallel ranks have whole gradients of is compared together.
             let is_copy = |bucket: &Bucket, slot: &Slot| {
                 let param = &self.spec.params[slot.param];
-                let mut shared = param.shared.iter();
                 let own = self.groups.own_range(bucket.len);
-                param.is_replicated
-                    && shared.any(|shared| shared.gradient == Gradient::Complete)
+                param.replicated == Some(Gradient::Complete)
+                    && !param.shared.is_empty()
                     && !intersect(&slot.range, &own).is_empty()
             };
             let buckets = layout.buckets.iter().enumerate();
