@@ -37,7 +37,7 @@ pub(crate) struct Attention {
 /// What the backward pass needs beside the input: the heads' output and what attention kept; if that has not q, k and v already, those after
 /// rotation, and where norms come before it, q and k as the projections gave them.
 #[derive(Clone)]
-pub(crate) struct Saved {
+pub(crate) struct SavedAttention {
     qk: Option<(Tensor, Tensor)>,
     v: Option<Tensor>,
     ys: Tensor,
@@ -129,7 +129,12 @@ impl Attention {
     }
 
     /// residual + attention(xs), all (b, t, hidden). While a text is generated, the cache gets the keys and values of its new tokens.
-    pub fn forward(&self, xs: &Tensor, residual: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+    pub fn forward(
+        &self,
+        xs: &Tensor,
+        residual: &Tensor,
+        pass: &Pass,
+    ) -> Result<(Tensor, SavedAttention)> {
         let cache = pass.cache();
         let num_before = cache.map_or(Ok(0), |cache| cache.num_tokens(self.layer))?;
         let rows = pass.rows(num_before)?;
@@ -146,7 +151,7 @@ impl Attention {
         let is_kept = kept.has_inputs();
         let qk = unnormed.or_else(|| (!is_kept).then_some((q, k)));
         let v = (!is_kept).then_some(v);
-        Ok((out, Saved { qk, v, ys, kept }))
+        Ok((out, SavedAttention { qk, v, ys, kept }))
     }
 
     /// Whether [`Self::backward`] needs the input: what reads it is trained.
@@ -158,13 +163,13 @@ impl Attention {
     /// The gradient of the input `xs` from that of the output; (b, t, hidden) all.
     pub fn backward(
         &self,
-        saved: Saved,
+        saved: SavedAttention,
         xs: Option<Tensor>,
         dy: &Tensor,
         pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
-        let Saved { qk, v, ys, kept } = saved;
+        let SavedAttention { qk, v, ys, kept } = saved;
         let (b, t, _) = ys.dims3()?;
         let own_heads = (b, t, self.num_heads, self.head_dim);
         let rows = pass.rows(0)?;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use candle_parallel::{GradientSink, Layer, LayerRanks, ParamBuilder, Pass, Tape};
 
-use crate::attention::{self, Attention};
+use crate::attention::{Attention, SavedAttention};
 use crate::config::ModelConfig;
-use crate::mlp::{self, Mlp};
+use crate::mlp::{Mlp, SavedMlp};
 use crate::norm::Norm;
 use crate::rotary::RotaryTable;
 
@@ -23,11 +23,11 @@ pub struct DecoderLayer {
 
 /// What the backward pass needs: the layer's input, what comes after attention, and what the two parts kept.
 #[derive(Clone)]
-pub struct Saved {
+pub struct SavedLayer {
     xs: Tensor,
-    attention: attention::Saved,
+    attention: SavedAttention,
     middle: Tensor,
-    mlp: mlp::Saved,
+    mlp: SavedMlp,
 }
 
 impl DecoderLayer {
@@ -54,14 +54,14 @@ impl DecoderLayer {
 }
 
 impl Layer for DecoderLayer {
-    type Saved = Saved;
+    type Saved = SavedLayer;
 
-    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, SavedLayer)> {
         let normed = self.input_layernorm.forward(xs)?;
         let (middle, attention) = self.self_attn.forward(&normed, xs, pass)?;
         let normed = self.post_attention_layernorm.forward(&middle)?;
         let (out, mlp) = self.mlp.forward(&normed, &middle, pass)?;
-        let saved = Saved {
+        let saved = SavedLayer {
             xs: xs.clone(),
             attention,
             middle,
@@ -72,7 +72,7 @@ impl Layer for DecoderLayer {
 
     fn backward(
         &self,
-        saved: Saved,
+        saved: SavedLayer,
         dy: &Tensor,
         pass: &Pass,
         gradients: &mut dyn GradientSink,

@@ -129,7 +129,7 @@ impl ModelConfig {
                 self.family.gguf_architecture
             );
         }
-        file.into_checkpoint(&tensors)
+        Checkpoint::from_gguf(&file, &tensors)
     }
 
     /// The frequencies of Llama 3 that divide the default ones by these factors, which are all that a file has of them.

@@ -20,7 +20,7 @@ pub(crate) struct Mlp {
 
 /// What the backward pass needs beside the input; the activation's output is computed again.
 #[derive(Clone)]
-pub(crate) struct Saved {
+pub(crate) struct SavedMlp {
     gate: Tensor,
     up: Tensor,
 }
@@ -43,14 +43,19 @@ impl Mlp {
     }
 
     /// residual + mlp(xs), all (b, t, hidden).
-    pub fn forward(&self, xs: &Tensor, residual: &Tensor, pass: &Pass) -> Result<(Tensor, Saved)> {
+    pub fn forward(
+        &self,
+        xs: &Tensor,
+        residual: &Tensor,
+        pass: &Pass,
+    ) -> Result<(Tensor, SavedMlp)> {
         let outputs = column_parallel_forward(&[&self.gate_proj, &self.up_proj], xs, pass)?;
         let Ok([gate, up]) = <[Tensor; 2]>::try_from(outputs) else {
             bail!("an MLP has two projections up")
         };
         let ys = self.activation.forward(&gate, &up)?;
         let (out, _) = self.down_proj.forward_add(&ys, Some(residual), pass)?;
-        Ok((out, Saved { gate, up }))
+        Ok((out, SavedMlp { gate, up }))
     }
 
     /// Whether [`Self::backward`] needs the input: what reads it is trained.
@@ -62,13 +67,13 @@ impl Mlp {
     /// The gradient of the input `xs` from that of the output; (b, t, hidden) all.
     pub fn backward(
         &self,
-        saved: Saved,
+        saved: SavedMlp,
         xs: Option<Tensor>,
         dy: &Tensor,
         pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Tensor> {
-        let Saved { gate, up } = saved;
+        let SavedMlp { gate, up } = saved;
         let activation = self.activation;
         let (dgate, dup) = self.down_proj.backward_with(dy, pass, gradients, |dys| {
             if !self.down_proj.needs_input() {

@@ -76,9 +76,9 @@
 //! | folder | what is there |
 //! |---|---|
 //! | `params` | how a parameter lies on the mesh ([`Placement`]), where it comes from ([`ParamStore`]), its bucket |
-//! | `layers` | [`Layer`], the tensor-parallel ones, and the [`regions`] between them |
+//! | `layers` | [`Layer`], the tensor-parallel ones, and the borders of their regions: [`regions`] |
 //! | `lora` | [`LoraConfig`]: low-rank adapters beside linear layers, [`LowRank`], and `peft`'s folders |
-//! | `pass` | [`Pass`], and where gradients of weights go: [`GradientSink`] |
+//! | `pass` | [`Pass`], the [`Region`] of its tensor-parallel ranks, what stays of it ([`Tape`]), and where gradients of weights go: [`GradientSink`] |
 //! | `pipeline` | [`Block`], [`ModelPart`] and its tapes, [`Pipeline`] |
 //! | `schedule` | [`Schedule`], [`Plan`]: who computes what when; its check, its simulation |
 //! | `gradients` | [`Gradients`], their reduction over the mesh, norm and loss |
@@ -86,13 +86,14 @@
 //! | `memory` | [`MemoryMeter`]: the bytes that a rank holds, by what they are for |
 //! | `memory_plan` | [`MemoryPlan`]: what a rank will hold, by arithmetic |
 //! | `checkpoint` | Hugging Face folders, read and written part by part |
-//! | `gguf` | files for llama.cpp and Ollama |
+//! | `gguf` | the weights of files for llama.cpp and Ollama |
 #![deny(unsafe_code)]
 
 mod agreement;
 pub mod checkpoint;
 mod checksums;
 mod context_parallel;
+mod data_parallel;
 mod files;
 pub mod gguf;
 mod gradients;
@@ -108,15 +109,17 @@ mod pipeline;
 mod pipeline_layout;
 mod placement;
 mod schedule;
+mod view;
 
 pub use agreement::agree;
 pub use context_parallel::{ContextConfig, ContextMethod, ContextParallel, KeptAttention};
+pub use data_parallel::{DataParallel, ReduceType, ZeroStage};
 pub use gradients::{GradientSums, Gradients, ReducedGradients, ReducedLoss};
 pub use layers::{
-    ColumnParallelLinear, Head, HeadPartition, Layer, LayerRanks, LowRank, Region,
-    RowParallelLinear, Tape, VocabParallelEmbedding, VocabParallelHead, column_parallel_backward,
-    column_parallel_forward, column_parallel_linear, column_parallel_linear_shard,
-    column_parallel_tape, linear_cross_entropy, linear_predictions, regions, row_parallel_linear,
+    ColumnParallelLinear, Head, HeadPartition, Layer, LayerRanks, LowRank, RowParallelLinear,
+    VocabParallelEmbedding, VocabParallelHead, column_parallel_backward, column_parallel_forward,
+    column_parallel_linear, column_parallel_linear_shard, column_parallel_tape,
+    linear_cross_entropy, linear_predictions, regions, row_parallel_linear,
     row_parallel_linear_shard, vocab_parallel_cross_entropy, vocab_parallel_embedding,
     vocab_parallel_head,
 };
@@ -131,17 +134,16 @@ pub use optimizer::{
     ParamGroup, ParamMatrix, ParamSlice, SliceWeight, StepReport, UpdateStep,
 };
 pub use params::{
-    DataParallel, HeldParam, Holder, ModelSpec, PackWeights, Param, ParamBuilder, ParamSpec,
-    ParamStore, Parameters, RankSpec, ReduceType, TiledWeight, WEIGHT_INIT, WeightFormat,
-    ZeroStage,
+    HeldParam, Holder, ModelSpec, PackWeights, Param, ParamBuilder, ParamSpec, ParamStore,
+    Parameters, RankSpec, TiledWeight, WEIGHT_INIT, WeightFormat,
 };
 pub use pass::{
-    ContextRank, GradientSink, KeyValueCache, Loss, Pass, PassReport, PipelineRank, WeightGrad,
-    WeightHalf,
+    ContextRank, GradientSink, KeyValueCache, Loss, Pass, PassReport, PipelineRank, Recompute,
+    Region, Tape, WeightGrad, WeightHalf,
 };
 pub use pipeline::{
-    Block, EvalSums, ModelPart, Pipeline, PlainBlock, PlainHead, Recompute, head_block,
-    layer_block, pack, plain_block, plain_head, unpack,
+    Block, EvalSums, ModelPart, Pipeline, PlainBlock, PlainHead, head_block, layer_block, pack,
+    plain_block, plain_head, unpack,
 };
 pub use pipeline_layout::{BlockCosts, PipelineLayout, stage_blocks};
 pub use placement::{Gradient, Placement, Shard, part};

@@ -64,7 +64,7 @@ pub(crate) struct Partition {
 
 /// Indices that the same ranks hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Held {
+pub(crate) struct HeldRange {
     pub range: Range<usize>,
     /// Those ranks, rising, at least one.
     pub ranks: Vec<usize>,
@@ -270,11 +270,11 @@ impl Partition {
     }
 
     /// All indices, in pieces that the same ones of `num_ranks` ranks hold, rising.
-    pub fn pieces(&self, num_ranks: usize) -> Vec<Held> {
+    pub fn pieces(&self, num_ranks: usize) -> Vec<HeldRange> {
         let borders = self.ranges().flat_map(|range| [range.start, range.end]);
         let borders: BTreeSet<usize> = borders.collect();
         let borders: Vec<usize> = borders.into_iter().collect();
-        let pieces = borders.windows(2).map(|ends| Held {
+        let pieces = borders.windows(2).map(|ends| HeldRange {
             range: ends[0]..ends[1],
             ranks: (0..num_ranks)
                 .filter(|&rank| self.held(rank).contains(ends[0]))
@@ -282,15 +282,6 @@ impl Partition {
         });
         pieces.filter(|held| !held.ranks.is_empty()).collect()
     }
-}
-
-/// Values that lie one after the other in a whole tensor, and in what is held of it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
-    /// Row-major offsets into the whole tensor.
-    pub global: Range<usize>,
-    /// Row-major offsets into what is held.
-    pub local: Range<usize>,
 }
 
 /// Rising ranges of indices with gaps between them, none of them empty. In files and messages one range stands for itself.
@@ -379,47 +370,7 @@ impl Indices {
             && self.0.last().is_none_or(|last| last.end <= end)
     }
 
-    /// The runs of a tensor of shape `dims`, of whose dim `dim` these indices are held, in rising order; of those the values at offsets
-    /// `part` into what is held.
-    pub fn runs(
-        &self,
-        dims: &[usize],
-        dim: usize,
-        part: Range<usize>,
-    ) -> impl Iterator<Item = Run> + use<> {
-        let width = dims.get(dim).copied().unwrap_or(1);
-        let inner: usize = dims.iter().skip(dim + 1).product();
-        // All of it is one run.
-        let is_all = width > 0 && self.len() == width;
-        let unit = if is_all {
-            dims.iter().product::<usize>() / width
-        } else {
-            inner
-        };
-        let (held, stride) = (self.scaled(unit), width * unit);
-        let len = held.len();
-        let rows = match len {
-            0 => 0..0,
-            _ => part.start / len..part.end.div_ceil(len),
-        };
-        let runs = rows.flat_map(move |row| {
-            let runs = held.places().map(|(place, range)| {
-                let (start, local) = (row * stride + range.start, row * len + place);
-                (start, local..local + range.len())
-            });
-            runs.collect::<Vec<_>>()
-        });
-        runs.filter_map(move |(start, local)| {
-            let both = intersect(&local, &part);
-            let start = start + both.start - local.start;
-            (!both.is_empty()).then(|| Run {
-                global: start..start + both.len(),
-                local: both,
-            })
-        })
-    }
-
-    fn scaled(&self, unit: usize) -> Self {
+    pub fn scaled(&self, unit: usize) -> Self {
         let scaled = |range: &Range<usize>| range.start * unit..range.end * unit;
         self.0.iter().map(scaled).collect()
     }

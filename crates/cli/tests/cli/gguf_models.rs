@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::path::Path;
 
+use candle_parallel::checkpoint::Checkpoint;
 use candle_parallel::gguf::{GgufFile, GgufMetadata, GgufReader, GgufValue};
 use half::{bf16, f16};
 use safetensors::Dtype;
@@ -194,7 +195,7 @@ pub fn rewrite(from: &Path, to: &Path, edit: &[(&str, Option<GgufValue>)]) {
         }
     }
     let tensors = read.tensors().to_vec();
-    let weights = read.into_checkpoint(&tensors).unwrap();
+    let weights = Checkpoint::from_gguf(&read, &tensors).unwrap();
     let gguf = GgufFile {
         metadata,
         tensors,

@@ -6,14 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use candle_core::{DType, Device, Error, Result, Tensor};
+use candle_gguf::Weights;
 
 use super::plan::{Content, PlannedFile, PlannedTensor};
 use super::save_failure::SaveFailure;
 use super::tensor_file::TensorFile;
 use crate::files::Checkpoint;
-
-/// Values that are converted and written at a time where they need not be whole tensors.
-const CHUNK_VALUES: usize = 1 << 20;
 
 /// The file, open.
 pub(super) struct FileWriter {
@@ -38,48 +36,62 @@ impl FileWriter {
         }
     }
 
-    /// Adds the next tensor of the plan, which was gathered or lies in `source`.
-    pub fn write(
+    /// Adds the next tensor of the plan, which lies in `source`.
+    pub fn copy(
         &mut self,
         tensor: &PlannedTensor,
-        gathered: Option<Tensor>,
         source: Option<&Checkpoint>,
     ) -> std::result::Result<(), SaveFailure> {
-        match (&tensor.content, gathered, source) {
-            (Content::Stored(name, None), _, Some(source)) => {
+        match (&tensor.content, source) {
+            (Content::Stored(name, Some(dtype)), Some(source)) => {
+                let read = |rows| source.rows(name, &tensor.shape, rows);
+                self.write_rows(tensor, *dtype, super::save::VALUES_AT_ONCE, read)
+            }
+            (Content::Stored(name, None), Some(source)) => {
                 let bytes = source.bytes(name).map_err(SaveFailure::Weights)?;
-                self.write_bytes(bytes)
+                let written = self.out.write_mapped(bytes);
+                written.map_err(|err| SaveFailure::at(&self.path, err))
             }
-            (Content::Stored(name, Some(dtype)), _, Some(source)) => {
-                let read = |range| source.read_range(name, &tensor.shape, range);
-                self.write_in_chunks(tensor, *dtype, read)
-            }
-            (_, Some(values), _) if values.dims() == tensor.shape => {
-                let values = values.to_device(&Device::Cpu);
-                self.write_values(&tensor.name, &values.map_err(SaveFailure::Weights)?)
-            }
-            (_, gathered, _) => Err(SaveFailure::Weights(Error::msg(format!(
-                "{:?} was gathered for tensor {}; expected shape {:?}",
-                gathered.map(|values| values.dims().to_vec()),
-                tensor.name,
-                tensor.shape
+            _ => Err(SaveFailure::Weights(Error::msg(format!(
+                "there are no values of tensor {}",
+                tensor.name
             )))),
         }
     }
 
-    /// Adds the next tensor of the plan in the type `dtype`, of which `read` gives the values at a range of row-major offsets: a few of
-    /// them are in memory at a time.
-    pub fn write_in_chunks(
+    /// Adds the next tensor of the plan, whose values are here.
+    pub fn write(
+        &mut self,
+        tensor: &PlannedTensor,
+        values: &Tensor,
+    ) -> std::result::Result<(), SaveFailure> {
+        if values.dims() != tensor.shape {
+            return Err(SaveFailure::Weights(Error::msg(format!(
+                "{:?} was gathered for tensor {}; expected shape {:?}",
+                values.dims(),
+                tensor.name,
+                tensor.shape
+            ))));
+        }
+        let values = values.to_device(&Device::Cpu);
+        self.write_values(&tensor.name, &values.map_err(SaveFailure::Weights)?)
+    }
+
+    /// Adds the next tensor of the plan in the type `dtype`, whose rows `read` gives: about `at_once` values are in memory at a time.
+    pub fn write_rows(
         &mut self,
         tensor: &PlannedTensor,
         dtype: DType,
+        at_once: usize,
         read: impl Fn(Range<usize>) -> Result<Vec<f32>>,
     ) -> std::result::Result<(), SaveFailure> {
-        let num_values: usize = tensor.shape.iter().product();
-        for start in (0..num_values).step_by(CHUNK_VALUES) {
-            let end = num_values.min(start + CHUNK_VALUES);
+        let width = tensor.shape.last().copied().unwrap_or(1);
+        let num_rows = tensor.shape.iter().rev().skip(1).product();
+        let rows_at_once = (at_once / width.max(1)).max(1);
+        for start in (0..num_rows).step_by(rows_at_once) {
+            let end = start.saturating_add(rows_at_once).min(num_rows);
             let values = read(start..end)
-                .and_then(|values| Tensor::from_vec(values, end - start, &Device::Cpu))
+                .and_then(|values| Tensor::from_vec(values, (end - start) * width, &Device::Cpu))
                 .and_then(|values| values.to_dtype(dtype));
             self.write_values(&tensor.name, &values.map_err(SaveFailure::Weights)?)?;
         }
@@ -110,11 +122,6 @@ impl FileWriter {
                 })
             }
         }
-    }
-
-    fn write_bytes(&mut self, bytes: &[u8]) -> std::result::Result<(), SaveFailure> {
-        let written = self.out.write_mapped(bytes);
-        written.map_err(|err| SaveFailure::at(&self.path, err))
     }
 
     pub fn finish(self) -> std::result::Result<(), SaveFailure> {

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use candle_launch::open_own_file;
 
-use super::leftovers::Leftover;
 use super::staged_folder::beside;
+use crate::files::Leftover;
 
 /// The right to write a folder or file, held until it is dropped: a locked file, `.NAME.lock` beside it or `.lock` in it.
 ///

@@ -9,11 +9,12 @@ use std::sync::atomic::AtomicU64;
 use candle_core::{DType, Result};
 
 use super::config_dtype::with_config_dtype;
-use super::free_space::SpaceNeed;
 use super::model_folder::ModelFolder;
 use super::output_folder::{ClaimedFolder, OutputFolder};
-use super::plan::{SavePlan, SavedModel};
+use super::plan::SavePlan;
 use super::run_file::RunFile;
+use super::saved_model::SavedModel;
+use crate::files::SpaceNeed;
 use crate::params::{Parameters, SaveSource};
 
 /// What to write beside the weights, how, and where.
@@ -105,9 +106,13 @@ impl HfSave {
     /// # Errors
     /// As [`Self::num_bytes`].
     pub fn space_need(&self, params: &Parameters) -> Result<SpaceNeed> {
+        self.space_of(&self.plan(params)?)
+    }
+
+    pub(super) fn space_of(&self, plan: &SavePlan) -> Result<SpaceNeed> {
         Ok(SpaceNeed {
             folder: self.output.path().to_path_buf(),
-            num_bytes: self.num_bytes(params)?,
+            num_bytes: self.num_bytes_of(plan)?,
             what: "the model",
         })
     }
@@ -117,12 +122,16 @@ impl HfSave {
     /// # Errors
     /// Tensors that cannot be saved.
     pub fn num_bytes(&self, params: &Parameters) -> Result<u64> {
-        let anywhere = vec![SaveSource::default(); params.catalog().len()];
-        let model = SavedModel::of(params, &anywhere);
-        self.num_bytes_of(&SavePlan::new(&model, self.dtype, self.max_file_bytes)?)
+        self.num_bytes_of(&self.plan(params)?)
     }
 
-    pub(super) fn num_bytes_of(&self, plan: &SavePlan) -> Result<u64> {
+    fn plan(&self, params: &Parameters) -> Result<SavePlan> {
+        let anywhere = vec![SaveSource::default(); params.catalog().len()];
+        let model = SavedModel::of(params, &anywhere);
+        SavePlan::new(&model, self.dtype, self.max_file_bytes)
+    }
+
+    fn num_bytes_of(&self, plan: &SavePlan) -> Result<u64> {
         let sidecars = self
             .sidecars
             .iter()

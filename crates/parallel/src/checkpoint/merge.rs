@@ -1,14 +1,12 @@
 //! Folds a low-rank adapter into the model that it belongs to.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::Result;
 
-use super::free_space::{SpaceNeed, check_free_space};
 use super::hf_save::HfSave;
 use super::plan::{Content, PlannedTensor, SavePlan};
-use super::save::Folder;
-use super::save_failure::SaveFailure;
+use super::save::save_rows;
+use super::weights::MergedModel;
 use crate::files::Checkpoint;
-use crate::gguf::{MergedModel, Weights};
 use crate::lora::Adapter;
 
 /// Writes the checkpoint `model` with W + s B A in place of the weight W of each layer of `adapter`, in the files' own type or
@@ -29,37 +27,23 @@ pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Re
             shape: entry.shape.clone(),
             dtype: dtype.map_or(entry.dtype, Into::into),
             content: match (merged.is_changed(name), dtype) {
-                (true, Some(dtype)) => Content::Gathered(0, dtype),
+                (true, Some(dtype)) => Content::Values(name.clone(), dtype),
                 _ => Content::Stored(name.clone(), dtype.filter(|_| dtype != stored)),
             },
         })
     };
     let tensors = model.tensors().keys().map(plan).collect::<Result<_>>()?;
     let plan = SavePlan::of_tensors(tensors, save.max_file_bytes);
-    check_free_space(&[SpaceNeed {
-        folder: save.output.path().to_path_buf(),
-        num_bytes: save.num_bytes_of(&plan)?,
-        what: "the model",
-    }])?;
-    let write = || -> std::result::Result<(), SaveFailure> {
-        let folder = Folder::create(save, vec![model.dir(), adapter.weights().dir()])?;
-        for file in &plan.files {
-            let mut writer = folder.file(file)?;
-            for tensor in &file.tensors {
-                let values = match tensor.content {
-                    Content::Stored(..) => None,
-                    Content::Gathered(_, dtype) => {
-                        let values = whole(&merged, tensor).and_then(|it| it.to_dtype(dtype));
-                        Some(values.map_err(SaveFailure::Weights)?)
-                    }
-                };
-                writer.write(tensor, values, Some(model))?;
-            }
-            writer.finish()?;
-        }
-        folder.finish(&plan)
-    };
-    write()?;
+    // Whole tensors: how many rows are multiplied together decides their last bits.
+    let at_once = usize::MAX;
+    save_rows(
+        &merged,
+        at_once,
+        &plan,
+        Some(model),
+        save,
+        &[adapter.weights().dir()],
+    )?;
     Ok(merged.num_layers())
 }
 
@@ -69,11 +53,4 @@ const BIAS: &str = ".bias";
 /// Whether a tensor is a parameter of a layer by its name.
 fn is_weight(name: &str) -> bool {
     name.ends_with(WEIGHT) || name.ends_with(BIAS)
-}
-
-/// A weight of the two together.
-fn whole(merged: &MergedModel<'_>, tensor: &PlannedTensor) -> Result<Tensor> {
-    let (name, shape) = (&tensor.name, tensor.shape.as_slice());
-    let values = merged.rows(name, shape, 0..shape.first().copied().unwrap_or(1))?;
-    Tensor::from_vec(values, shape, &Device::Cpu)
 }

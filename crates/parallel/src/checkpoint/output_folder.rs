@@ -10,8 +10,8 @@ use candle_core::Result;
 use nix::unistd::{AccessFlags, access};
 
 use super::folder_lock::FolderLock;
-use super::leftovers::Leftover;
 use super::staged_folder::StagedFolder;
+use crate::files::Leftover;
 
 /// A folder to be written as a whole, by one run at a time. It need not exist, nor its parents.
 #[derive(Clone, Debug)]

@@ -5,32 +5,11 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Result, bail};
 use safetensors::Dtype;
 
+use super::saved_model::{ParamRecord, SavedModel};
 use super::tensor_file::header;
-use crate::files::{Checkpoint, WEIGHTS_FILE};
-use crate::lora::{
-    ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, LoraConfig, file_name, module_of, to_json,
-};
-use crate::params::{Parameters, SaveSource};
-
-/// What is to be saved.
-pub(super) struct SavedModel<'a> {
-    pub params: Vec<SavedParam>,
-    /// Other tensors of the source: names, and which parameter each repeats.
-    pub extras: Vec<(String, Option<String>)>,
-    /// The checkpoint that the parameters came from.
-    pub source: Option<&'a Checkpoint>,
-    /// What adapters it has, which are all that is saved then.
-    pub lora: Option<LoraConfig>,
-}
-
-/// A parameter to be saved.
-pub(super) struct SavedParam {
-    pub name: String,
-    pub shape: Vec<usize>,
-    /// Type in the source.
-    pub stored_dtype: DType,
-    pub save_source: SaveSource,
-}
+use crate::files::WEIGHTS_FILE;
+use crate::lora::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, file_name, module_of, to_json};
+use crate::params::SaveSource;
 
 /// The files of a checkpoint to be written.
 pub(super) struct SavePlan {
@@ -55,43 +34,26 @@ pub(super) struct PlannedTensor {
 
 /// Where a tensor's bytes come from.
 pub(super) enum Content {
-    /// Computed when it is to be written, in this type: the parameter of this index, gathered.
-    Gathered(usize, DType),
+    /// The values of the weight of this name, in this type.
+    Values(String, DType),
     /// The tensor of this name in the source checkpoint, converted to this type, or as it is.
     Stored(String, Option<DType>),
 }
 
 impl PlannedTensor {
-    fn new(name: String, param: &SavedParam, dtype: DType, content: Content) -> Self {
-        Self {
+    /// The values of a parameter of a run, in its own type unless another one is given.
+    fn values(name: String, param: &ParamRecord, dtype: Option<DType>) -> Result<Self> {
+        let dtype = dtype.map_or_else(|| param.stored_dtype(), Ok)?;
+        Ok(Self {
             name,
             shape: param.shape.clone(),
             dtype: dtype.into(),
-            content,
-        }
+            content: Content::Values(param.name.clone(), dtype),
+        })
     }
 
     pub fn num_bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
-    }
-}
-
-impl<'a> SavedModel<'a> {
-    /// The parameters of a run; `save_sources` says of each entry of the catalog where its values are from.
-    pub fn of(params: &'a Parameters, save_sources: &[SaveSource]) -> Self {
-        let entries = params.catalog().iter().zip(save_sources);
-        let entries = entries.map(|(entry, &save_source)| SavedParam {
-            name: entry.name.clone(),
-            shape: entry.shape.clone(),
-            stored_dtype: entry.stored_dtype,
-            save_source,
-        });
-        Self {
-            params: entries.collect(),
-            extras: params.extras(),
-            source: params.checkpoint(),
-            lora: params.lora().cloned(),
-        }
     }
 }
 
@@ -102,17 +64,12 @@ impl SavePlan {
             let tensors = tensors(model, dtype)?;
             return Ok(Self::of_tensors(tensors, max_file_bytes));
         };
-        let adapters = model.params.iter().enumerate();
-        let adapters = adapters.filter(|(_, param)| module_of(&param.name).is_some());
-        let modules = adapters.clone();
-        let modules = modules.filter_map(|(_, param)| module_of(&param.name));
-        let config = to_json(lora, &modules.collect())?;
-        let adapters = adapters.map(|(index, param)| {
-            let dtype = dtype.unwrap_or(param.stored_dtype);
-            let content = Content::Gathered(index, dtype);
-            PlannedTensor::new(file_name(&param.name), param, dtype, content)
-        });
-        let mut plan = Self::of_tensors(adapters.collect(), usize::MAX);
+        let adapters = model.params.iter();
+        let adapters = adapters.filter_map(|param| Some((module_of(&param.name)?, param)));
+        let config = to_json(lora, &adapters.clone().map(|(module, _)| module).collect())?;
+        let adapters =
+            adapters.map(|(_, param)| PlannedTensor::values(file_name(&param.name), param, dtype));
+        let mut plan = Self::of_tensors(adapters.collect::<Result<_>>()?, usize::MAX);
         for file in &mut plan.files {
             file.name = ADAPTER_WEIGHTS_FILE.to_string();
         }
@@ -201,26 +158,23 @@ impl PlannedFile {
 }
 
 fn tensors(model: &SavedModel, dtype: Option<DType>) -> Result<Vec<PlannedTensor>> {
-    let parameter = |name: &str, index: usize, param: &SavedParam| {
-        let dtype = dtype.unwrap_or(param.stored_dtype);
-        let is_stored = model.source.is_some() && param.save_source == SaveSource::Source;
-        let converted = (dtype != param.stored_dtype).then_some(dtype);
-        let content = match is_stored {
-            true => Content::Stored(param.name.clone(), converted),
-            false => Content::Gathered(index, dtype),
-        };
-        PlannedTensor::new(name.to_string(), param, dtype, content)
+    let parameter = |name: &str, param: &ParamRecord| {
+        let mut tensor = PlannedTensor::values(name.to_string(), param, dtype)?;
+        if model.source.is_some() && param.save_source == SaveSource::Source {
+            let stored = param.stored_dtype()?;
+            let converted = dtype.filter(|dtype| *dtype != stored);
+            tensor.content = Content::Stored(param.name.clone(), converted);
+        }
+        Ok(tensor)
     };
-    let params = model.params.iter().enumerate();
-    let tensors = params
-        .clone()
-        .map(|(index, param)| parameter(&param.name, index, param));
-    let mut tensors: Vec<PlannedTensor> = tensors.collect();
+    let params = model.params.iter();
+    let tensors = params.clone().map(|param| parameter(&param.name, param));
+    let mut tensors: Vec<PlannedTensor> = tensors.collect::<Result<_>>()?;
     for (name, repeats) in &model.extras {
         let mut params = params.clone();
-        let repeated = params.find(|(_, param)| Some(&param.name) == repeats.as_ref());
+        let repeated = params.find(|param| Some(&param.name) == repeats.as_ref());
         tensors.push(match (repeated, model.source) {
-            (Some((index, param)), _) => parameter(name, index, param),
+            (Some(param), _) => parameter(name, param)?,
             (None, None) => bail!("there is nothing to write for tensor {name}"),
             (None, Some(source)) => {
                 let entry = source.entry(name)?;

@@ -6,17 +6,19 @@ use std::path::{Component, Path};
 use std::sync::Arc;
 
 use candle_comm::{Mesh, message_of};
-use candle_core::{Error, Result, Tensor};
+use candle_core::{DType, Error, Result, Tensor, bail};
+use candle_gguf::Weights;
 
 use super::file_writer::FileWriter;
 use super::gather::gather_full;
 use super::hf_save::HfSave;
 use super::output_folder::ClaimedFolder;
-use super::plan::{Content, PlannedFile, SavePlan, SavedModel};
+use super::plan::{Content, PlannedFile, SavePlan};
 use super::run_file::{RUN_FILE, RunFile};
 use super::save_failure::SaveFailure;
+use super::saved_model::{ParamRecord, SavedModel};
 use super::staged_folder::StagedFolder;
-use crate::files::INDEX_FILE;
+use crate::files::{Checkpoint, INDEX_FILE, check_free_space};
 use crate::optimizer::DistributedOptimizer;
 use crate::params::{Parameters, SaveSource};
 
@@ -52,13 +54,17 @@ pub(crate) fn save_with_masters(
     let model = SavedModel::of(params, &save_sources);
     let write = |save: &HfSave| {
         let plan = SavePlan::new(&model, save.dtype, save.max_file_bytes)?;
-        write(params, mesh, &plan, save, |index, dtype| {
-            let is_refilled = save_sources[index] == SaveSource::Refill;
+        write(params, mesh, &plan, save, |name, dtype| {
+            let of_name = |param: &ParamRecord| param.name == name;
+            let Some(place) = model.params.iter().position(of_name) else {
+                bail!("there is no parameter {name}");
+            };
+            let is_refilled = save_sources[place] == SaveSource::Refill;
             let local = |index: usize| match is_refilled || params.get(index).dtype() == dtype {
                 true => params.values(index),
                 false => master(index)?.map_or_else(|| params.values(index), Ok),
             };
-            gather_full(params, mesh, &params.catalog()[index], dtype, local)
+            gather_full(params, mesh, &params.catalog()[place], dtype, local)
         })
     };
     let failure = match (write(save)?, save.rescue()) {
@@ -87,13 +93,13 @@ pub(crate) fn save_with_masters(
     Err(failure)
 }
 
-/// Writes the whole folder; the inner result is rank 0's, on every rank. `gather` gives the values of an entry of the catalog.
+/// Writes the whole folder; the inner result is rank 0's, on every rank. `gather` gives the values of a parameter.
 fn write(
     params: &Parameters,
     mesh: &Mesh,
     plan: &SavePlan,
     save: &HfSave,
-    gather: impl Fn(usize, candle_core::DType) -> Result<Option<Tensor>>,
+    gather: impl Fn(&str, DType) -> Result<Option<Tensor>>,
 ) -> Result<std::result::Result<(), SaveFailure>> {
     // After an error rank 0 goes on receiving, so that the other ranks are not left waiting, and writes no more.
     let mut folder = (mesh.world.rank() == 0)
@@ -105,13 +111,16 @@ fn write(
             writer = folder.file(file).map(Some);
         }
         for tensor in &file.tensors {
-            let gathered = match tensor.content {
+            let gathered = match &tensor.content {
                 Content::Stored(..) => None,
-                Content::Gathered(index, dtype) => gather(index, dtype)?,
+                Content::Values(name, dtype) => gather(name, *dtype)?,
             };
-            if let Ok(Some(open)) = &mut writer
-                && let Err(failure) = open.write(tensor, gathered, params.checkpoint())
-            {
+            let written = match (&mut writer, gathered) {
+                (Ok(Some(open)), Some(values)) => open.write(tensor, &values),
+                (Ok(Some(open)), None) => open.copy(tensor, params.checkpoint()),
+                _ => Ok(()),
+            };
+            if let Err(failure) = written {
                 writer = Err(failure);
             }
             // Nobody sends the next tensor before this one is written, and no wait lasts longer than one tensor takes.
@@ -123,6 +132,38 @@ fn write(
     }
     let written = folder.and_then(|folder| folder.map_or(Ok(()), |folder| folder.finish(plan)));
     SaveFailure::agree(written, mesh)
+}
+
+/// Values that are read, converted and written at a time where tensors need not be whole.
+pub(super) const VALUES_AT_ONCE: usize = 1 << 20;
+
+/// Writes the folder of `plan` where there are no ranks: `weights` are read by rows, about `at_once` values at a time, and the rest is copied
+/// from `source`. Nothing in it or in `inputs` is replaced.
+pub(super) fn save_rows(
+    weights: &dyn Weights,
+    at_once: usize,
+    plan: &SavePlan,
+    source: Option<&Checkpoint>,
+    save: &HfSave,
+    inputs: &[&Path],
+) -> Result<()> {
+    check_free_space(&[save.space_of(plan)?])?;
+    let sources = source.map(Checkpoint::dir).into_iter();
+    let folder = Folder::create(save, sources.chain(inputs.iter().copied()).collect())?;
+    for file in &plan.files {
+        let mut writer = folder.file(file)?;
+        for tensor in &file.tensors {
+            match &tensor.content {
+                Content::Stored(..) => writer.copy(tensor, source)?,
+                Content::Values(name, dtype) => {
+                    let read = |rows| weights.rows(name, &tensor.shape, rows);
+                    writer.write_rows(tensor, *dtype, at_once, read)?;
+                }
+            }
+        }
+        writer.finish()?;
+    }
+    Ok(folder.finish(plan)?)
 }
 
 /// A model's folder that is being written.

@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::io::{Error, ErrorKind, Result};
 use std::path::{Path, PathBuf};
 
-use super::leftovers::{Leftover, named};
+use crate::files::{Leftover, named};
 
 /// A folder that does not have its name yet; dropped before that, it is gone.
 #[derive(Debug)]

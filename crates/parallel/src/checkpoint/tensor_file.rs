@@ -8,13 +8,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use bytemuck::Pod;
 use candle_core::{CpuStorage, Error, Result, Storage, Tensor, bail};
 use half::{bf16, f16};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use twox_hash::XxHash64;
 
-/// Bytes that are converted, checksummed and written at a time.
+/// Bytes that are checksummed and written at a time.
 const CHUNK: usize = 1 << 20;
 
 /// What stands before the tensors, which are given by name, type and shape: the length of a JSON object, and that with these and offsets.
@@ -95,15 +96,9 @@ impl TensorFile {
             None => bail!("cannot save a tensor that is not contiguous"),
         };
         Ok(match &*storage {
-            Storage::Cpu(CpuStorage::F32(all)) => {
-                self.convert(&all[own], f32::to_le_bytes, f32::is_finite)
-            }
-            Storage::Cpu(CpuStorage::F16(all)) => {
-                self.convert(&all[own], f16::to_le_bytes, f16::is_finite)
-            }
-            Storage::Cpu(CpuStorage::BF16(all)) => {
-                self.convert(&all[own], bf16::to_le_bytes, bf16::is_finite)
-            }
+            Storage::Cpu(CpuStorage::F32(all)) => self.write_all(&all[own], f32::is_finite),
+            Storage::Cpu(CpuStorage::F16(all)) => self.write_all(&all[own], f16::is_finite),
+            Storage::Cpu(CpuStorage::BF16(all)) => self.write_all(&all[own], bf16::is_finite),
             _ => bail!(
                 "cannot save a tensor of type {:?} on {:?}; expected f32, f16 or bf16 on the host",
                 values.dtype(),
@@ -112,23 +107,13 @@ impl TensorFile {
         })
     }
 
-    fn convert<T: Copy, const SIZE: usize>(
+    fn write_all<T: Pod>(
         &mut self,
         values: &[T],
-        to_bytes: impl Fn(T) -> [u8; SIZE],
         is_finite: impl Fn(T) -> bool,
     ) -> io::Result<bool> {
-        let mut buffer = vec![0; CHUNK.min(values.len() * SIZE)];
-        let mut are_finite = true;
-        for chunk in values.chunks(CHUNK / SIZE) {
-            are_finite &= chunk.iter().all(|&value| is_finite(value));
-            let buffer = &mut buffer[..chunk.len() * SIZE];
-            for (place, &value) in buffer.chunks_exact_mut(SIZE).zip(chunk) {
-                place.copy_from_slice(&to_bytes(value));
-            }
-            self.write(buffer)?;
-        }
-        Ok(are_finite)
+        self.write(bytemuck::cast_slice(values))?;
+        Ok(values.iter().all(|&value| is_finite(value)))
     }
 
     /// The whole file, and the checksum of its bytes.

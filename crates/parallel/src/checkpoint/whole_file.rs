@@ -10,7 +10,7 @@ use candle_launch::open_own_file;
 use tempfile::{Builder, NamedTempFile};
 
 use super::folder_lock::is_at;
-use super::leftovers::{Leftover, named};
+use crate::files::{Leftover, named};
 
 /// How the name ends of what is not whole yet: `.NAME.RANDOM.saving`.
 const SUFFIX: &str = ".saving";

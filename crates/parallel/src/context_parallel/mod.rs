@@ -12,11 +12,9 @@
 //! Groups of Ulysses may lie in a ring (arXiv:2405.07719).
 
 mod config;
-mod rows;
 mod ulysses;
 
 pub use config::{ContextConfig, ContextMethod};
-pub(crate) use rows::ContextRows;
 
 use candle_comm::{Mesh, P2p, Pending, ProcessGroup, ReduceOp};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -26,7 +24,7 @@ use candle_ops::{
     embedding_forward, merge_attention,
 };
 
-use crate::pass::Pass;
+use crate::pass::{ContextRows, Pass};
 
 /// The context-parallel ranks of a model, and how they attend.
 #[derive(Clone)]

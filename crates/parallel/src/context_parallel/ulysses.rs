@@ -8,7 +8,7 @@ use candle_comm::ProcessGroup;
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_ops::{AttentionSpec, HeadGroups};
 
-use super::rows::ContextRows;
+use crate::pass::ContextRows;
 use crate::placement::part;
 
 pub(super) struct Exchange<'a> {

@@ -20,32 +20,32 @@ use nix::errno::Errno;
 use nix::libc::{self, siginfo_t};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, raise, sigaction};
 
+use super::leftovers::remove_leftovers;
 use super::plain_file::open_file;
-use crate::checkpoint::remove_leftovers;
 
 /// A file that is mapped, as it was when it was opened.
 #[derive(Debug)]
 pub(crate) struct MappedFile {
     map: Mmap,
-    place: Option<&'static Place>,
+    place: Option<&'static MappedPlace>,
 }
 
 /// Where a file is in memory. It is never freed, as the handler may look at it at any time, and used again for the same file.
 #[derive(Debug)]
-struct Place {
+struct MappedPlace {
     path: PathBuf,
     start: AtomicUsize,
     /// 0 while the file is not mapped.
     len: AtomicUsize,
-    next: *const Place,
+    next: *const MappedPlace,
 }
 
 // SAFETY: `next` is another one that is never freed nor changed.
 #[allow(unsafe_code)]
-unsafe impl Sync for Place {}
+unsafe impl Sync for MappedPlace {}
 
 /// The newest of all places.
-static PLACES: AtomicPtr<Place> = AtomicPtr::new(null_mut());
+static PLACES: AtomicPtr<MappedPlace> = AtomicPtr::new(null_mut());
 /// Held while one is taken.
 static TAKING: Mutex<()> = Mutex::new(());
 /// What SIGBUS did before the handler was set.
@@ -70,7 +70,7 @@ impl MappedFile {
         // survives: SIGBUS ends the process.
         let map = unsafe { Mmap::map(&file) }.map_err(fail)?;
         let is_heard = BEFORE.get().is_some() && !map.is_empty();
-        let place = is_heard.then(|| Place::take(path, &map));
+        let place = is_heard.then(|| MappedPlace::take(path, &map));
         Ok(Self { map, place })
     }
 }
@@ -91,7 +91,7 @@ impl Drop for MappedFile {
     }
 }
 
-impl Place {
+impl MappedPlace {
     /// Notes where the file is.
     fn take(path: &Path, map: &[u8]) -> &'static Self {
         let _one_at_a_time = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -187,7 +187,7 @@ extern "C" fn on_sigbus(_number: libc::c_int, info: *mut siginfo_t, _context: *m
     // SAFETY: the kernel passes what it says of the signal.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
     let lost = match code {
-        libc::BUS_ADRERR => Place::all().find(|place| place.has(address)),
+        libc::BUS_ADRERR => MappedPlace::all().find(|place| place.has(address)),
         _ => None,
     };
     if let Some(place) = lost {
@@ -204,7 +204,7 @@ extern "C" fn on_sigbus(_number: libc::c_int, info: *mut siginfo_t, _context: *m
 
 /// Says which file it was, and ends the process. What is not there cannot be read, so who wanted it never goes on.
 #[allow(unsafe_code)]
-fn end(place: &'static Place) -> ! {
+fn end(place: &'static MappedPlace) -> ! {
     let tell = || {
         print_in_time(place.tell());
         remove_leftovers();
@@ -229,7 +229,7 @@ mod tests {
     use std::process::{Command, Output};
 
     use super::*;
-    use crate::checkpoint::Leftover;
+    use crate::files::Leftover;
 
     const CASE: &str = "CANDLE_TRAIN_TEST_OF_CUT_FILE";
     const NUM_BYTES: usize = 100_000;
@@ -274,7 +274,12 @@ mod tests {
                 for _ in 0..3 {
                     read(&MappedFile::open(&path).unwrap());
                 }
-                assert_eq!(Place::all().filter(|place| place.path == path).count(), 1);
+                assert_eq!(
+                    MappedPlace::all()
+                        .filter(|place| place.path == path)
+                        .count(),
+                    1
+                );
                 let mapped = [MappedFile::open(&path).unwrap(), map_and_cut(&path)];
                 std::thread::spawn(move || read(&mapped[0])).join().unwrap();
             }

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Result, bail};
+use candle_gguf::{GgmlDType, GgufContent, GgufReader, GgufTensor, RowChange};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::{Dtype, SafeTensors};
@@ -15,8 +16,8 @@ use twox_hash::XxHash64;
 
 use super::mapped_file::MappedFile;
 use super::plain_file::read_text_file;
-use crate::gguf::StoredRows;
-use crate::placement::{Indices, Run, Shard};
+use crate::placement::Shard;
+use crate::view::{ValueRun, View};
 
 /// Name of the single weights file of a Hugging Face checkpoint.
 pub const WEIGHTS_FILE: &str = "model.safetensors";
@@ -45,8 +46,8 @@ pub struct TensorEntry {
     file: usize,
     start: usize,
     end: usize,
-    /// That form.
-    stored: Option<StoredRows>,
+    /// That form: a type of GGUF files, and how rows differ there.
+    stored: Option<(GgmlDType, RowChange)>,
 }
 
 impl TensorEntry {
@@ -62,7 +63,7 @@ impl TensorEntry {
 }
 
 #[derive(serde::Deserialize)]
-struct Index {
+struct WeightIndex {
     weight_map: BTreeMap<String, String>,
 }
 
@@ -114,41 +115,55 @@ impl Checkpoint {
         }
     }
 
-    /// The weights in one file of another format, by name: shape, form and place of each.
-    pub(crate) fn of_stored_rows(
-        path: PathBuf,
-        map: MappedFile,
-        weights: BTreeMap<String, (Vec<usize>, StoredRows, Range<usize>)>,
-    ) -> Self {
-        let entry =
-            |(name, (shape, rows, place)): (String, (Vec<usize>, StoredRows, Range<usize>))| {
-                let entry = TensorEntry {
-                    shape,
-                    dtype: Dtype::F32,
-                    file: 0,
-                    start: place.start,
-                    end: place.end,
-                    stored: Some(rows),
-                };
-                (name, entry)
+    /// The weights in a GGUF file by their names in the model: those that `tensors` list, as they would be written. Values are decoded when
+    /// they are read.
+    ///
+    /// # Errors
+    /// One that is missing, or has another shape.
+    pub fn from_gguf(file: &GgufReader, tensors: &[GgufTensor]) -> Result<Self> {
+        let path = file.path();
+        let mut checkpoint = Self::empty(path);
+        for tensor in tensors {
+            let GgufContent::Weight { name, change } = &tensor.content else {
+                continue;
             };
-        Self {
-            tensors: weights.into_iter().map(entry).collect(),
-            ..Self::empty(&path)
+            let Some(stored) = file.tensor(&tensor.name) else {
+                bail!(
+                    "{} has no tensor {}, which its metadata ask for",
+                    path.display(),
+                    tensor.name
+                );
+            };
+            if stored.shape != tensor.shape {
+                bail!(
+                    "tensor {} in {} has shape {:?}; expected {:?} from the metadata",
+                    tensor.name,
+                    path.display(),
+                    stored.shape,
+                    tensor.shape
+                );
+            }
+            let place = file.place(stored)?;
+            let entry = TensorEntry {
+                shape: stored.shape.clone(),
+                dtype: Dtype::F32,
+                file: 0,
+                start: place.start,
+                end: place.end,
+                stored: Some((stored.dtype, *change)),
+            };
+            checkpoint.tensors.insert(name.clone(), entry);
         }
-        .with_map(path, map)
-    }
-
-    fn with_map(mut self, path: PathBuf, map: MappedFile) -> Self {
-        self.maps.push((path, map));
-        self
+        let map = MappedFile::open(path)?;
+        checkpoint.maps.push((path.to_path_buf(), map));
+        Ok(checkpoint)
     }
 
     fn map_index(&mut self, path: &Path) -> Result<()> {
         let text = read_text_file(path).map_err(|err| {
             candle_core::Error::msg(format!("cannot read {}: {err}", path.display()))
         })?;
-        let index: Index = serde_json::from_str(&text).map_err(|err| {
+        let index: WeightIndex = serde_json::from_str(&text).map_err(|err| {
             candle_core::Error::msg(format!(
                 "{} is not a safetensors index: {err}",
                 path.display()
@@ -342,21 +357,23 @@ impl Checkpoint {
         let decoded;
         let bytes = match self.entry(name)?.stored {
             None => self.bytes(name)?,
-            Some(rows) => {
-                decoded = rows.decode(self.bytes(name)?, shape)?;
+            Some((dtype, change)) => {
+                let mut values = candle_gguf::decode(dtype, self.bytes(name)?)?;
+                change.undo(&mut values, shape);
+                decoded = values;
                 bytemuck::cast_slice(&decoded)
             }
         };
-        let (dim, held) = match shard {
-            None => (0, Indices::from(0..shape.first().copied().unwrap_or(1))),
-            Some(shard) => (shard.dim(), shard.held().clone()),
-        };
-        let width = shape.get(dim).copied().unwrap_or(1).max(1);
-        let all = shape.iter().product::<usize>() / width * held.len();
-        let mut values = vec![0f32; all];
+        let mut view = View::of_whole(name, shape, 0..shape.iter().product());
+        if let Some(shard) = shard {
+            let width = shape.get(shard.dim()).copied().unwrap_or(1).max(1);
+            view.range = 0..view.len() / width * shard.len();
+            (view.dim, view.held) = (shard.dim(), shard.held().clone());
+        }
+        let mut values = vec![0f32; view.len()];
         let size = dtype.size_in_bytes();
         let mut rest = values.as_mut_slice();
-        let runs = held.runs(shape, dim, 0..all).map(|Run { global, local }| {
+        let runs = view.runs().map(|ValueRun { global, local }| {
             let (run, behind) = std::mem::take(&mut rest).split_at_mut(local.len());
             rest = behind;
             (&bytes[global.start * size..global.end * size], run)

@@ -10,10 +10,9 @@ use candle_core::{DType, Result, Tensor, TensorId, bail};
 use super::reduce::{NUM_COMPARED, Reductions};
 use super::sum_store::SumStore;
 use crate::checksums::{Checksums, Shared};
-use crate::layers::SeenRegions;
 use crate::memory::MemoryCategory;
 use crate::params::{FlatBuffer, Parameters};
-use crate::pass::{GradientSink, Occupation, PassReport, Reported, WeightGrad};
+use crate::pass::{GradientSink, Occupation, PassReport, Reported, SeenRegions, WeightGrad};
 
 /// Gradients of the trainable parameters of a rank, in f32, in flat buckets.
 ///
@@ -138,7 +137,7 @@ impl Gradients {
         }
     }
 
-    /// Whether this step's regions are to be [watched](crate::layers::watched).
+    /// Whether this step's regions are to be [watched](crate::pass::watched).
     pub(crate) fn watches_regions(&self) -> bool {
         self.borders.is_some()
     }

@@ -51,7 +51,7 @@ impl Gradients {
         &self,
         reduced: &ReducedBuckets,
         wanted: impl Fn(Gradient) -> bool,
-    ) -> Result<Vec<Copy>> {
+    ) -> Result<Vec<CopiedGradient>> {
         let mut copies = Vec::new();
         for (index, bucket) in self.params.layout().buckets.iter().enumerate() {
             let own = self.params.groups().own_range(bucket.len);
@@ -67,7 +67,7 @@ impl Gradients {
                         Some(flat) => flat,
                         None => flat.insert(reduced.get(index)?),
                     };
-                    copies.push(Copy {
+                    copies.push(CopiedGradient {
                         param: slot.param,
                         first_index: mine.start - slot.range.start,
                         values: flat.part(&(mine.start - own.start..mine.end - own.start))?,
@@ -161,7 +161,7 @@ impl Gradients {
 }
 
 /// Values of a parameter that every tensor-parallel rank holds whole.
-struct Copy {
+struct CopiedGradient {
     param: usize,
     /// Index of the first of them in the parameter.
     first_index: usize,

@@ -3,9 +3,9 @@
 use candle_comm::{ProcessGroup, ReduceOp};
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::layers::is_each_the_whole;
 use crate::params::{Bucket, FlatBuffer, Parameters};
-use crate::placement::Gradient;
+use crate::pass::is_each_the_whole;
+use crate::placement::{Gradient, Placement};
 
 /// Sums the gradients of a bucket's values that several tensor-parallel ranks hold, where each has a summand. All ranks of the
 /// group must call it. One sum moves all such values of the bucket, and no others. `is_summand` tells of which parameters' gradients
@@ -24,11 +24,11 @@ pub(super) fn sum_shared_ranges(
     let mut len = 0;
     for slot in &bucket.slots {
         let param = params.get(slot.param);
+        if let Placement::Replicated(Gradient::Complete) = param.placement {
+            continue;
+        }
         let (dim, _) = param.held();
         for shared in params.shared_ranges(slot.param) {
-            if shared.gradient == Gradient::Complete {
-                continue;
-            }
             // The shared range's global shape, and what of it lies here.
             let mut dims = param.global_shape.dims().to_vec();
             if let Some(width) = dims.get_mut(dim) {
@@ -42,7 +42,7 @@ pub(super) fn sum_shared_ranges(
                     start: len,
                     local,
                     param: slot.param,
-                    num_holders: shared.num_holders,
+                    num_holders: shared.ranks.len(),
                 });
             }
             len += num_values;

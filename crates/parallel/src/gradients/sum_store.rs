@@ -16,14 +16,14 @@ pub(super) struct SumStore {
     lens: Vec<(usize, Range<usize>)>,
     /// Of each bucket the block that is the last to add to it.
     blocks: Vec<usize>,
-    place: Place,
+    place: SumsPlace,
     /// What was put back and is not away yet, as the next micro-batch of the same block may add to it.
     idle: Mutex<Vec<(usize, FlatBuffer)>>,
     device: Device,
     meter: MemoryMeter,
 }
 
-enum Place {
+enum SumsPlace {
     Resident(Vec<FlatBuffer>),
     Away(Box<OffloadStore>),
 }
@@ -61,8 +61,8 @@ impl SumStore {
         };
         Ok(Self {
             place: match away {
-                Some(store) => Place::Away(Box::new(store)),
-                None => Place::Resident(lens.iter().map(counted).collect::<Result<_>>()?),
+                Some(store) => SumsPlace::Away(Box::new(store)),
+                None => SumsPlace::Resident(lens.iter().map(counted).collect::<Result<_>>()?),
             },
             blocks: params.layout().of_gradients().map(|of| of.block).collect(),
             idle: Mutex::new(Vec::new()),
@@ -74,7 +74,7 @@ impl SumStore {
 
     /// Whether sums are on the device only while they are used.
     pub fn is_away(&self) -> bool {
-        matches!(self.place, Place::Away(_))
+        matches!(self.place, SumsPlace::Away(_))
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<(usize, FlatBuffer)>> {
@@ -93,12 +93,12 @@ impl SumStore {
         drop(idle);
         (going.into_iter()).try_for_each(|(of, sum)| self.store(of, sum))?;
         match &self.place {
-            Place::Resident(sums) => Ok(sums[index].clone()),
-            Place::Away(_) if !has_values => {
+            SumsPlace::Resident(sums) => Ok(sums[index].clone()),
+            SumsPlace::Away(_) if !has_values => {
                 let zeros = FlatBuffer::zeros(self.lens[index].0, &self.device)?;
                 Ok(zeros.counted(&self.meter, MemoryCategory::Gradients))
             }
-            Place::Away(store) => {
+            SumsPlace::Away(store) => {
                 let Fetched { tensors, held } = store.fetch(index)?;
                 match tensors.into_iter().next() {
                     Some(values) => Ok(FlatBuffer::fetched(values, held)),
@@ -116,7 +116,7 @@ impl SumStore {
     }
 
     fn store(&self, index: usize, sum: FlatBuffer) -> Result<()> {
-        let Place::Away(store) = &self.place else {
+        let SumsPlace::Away(store) = &self.place else {
             return Ok(());
         };
         let num_bytes = sum.num_bytes();
@@ -135,16 +135,16 @@ impl SumStore {
         let going = std::mem::take(&mut *self.idle());
         (going.into_iter()).try_for_each(|(of, sum)| self.store(of, sum))?;
         match &self.place {
-            Place::Resident(_) => Ok(()),
-            Place::Away(store) => store.finish(),
+            SumsPlace::Resident(_) => Ok(()),
+            SumsPlace::Away(store) => store.finish(),
         }
     }
 
     /// Starts to fetch a sum that [`Self::own`] is to give.
     pub fn start_fetch(&self, index: usize) -> Result<()> {
         match &self.place {
-            Place::Resident(_) => Ok(()),
-            Place::Away(store) => store.start_fetch(index),
+            SumsPlace::Resident(_) => Ok(()),
+            SumsPlace::Away(store) => store.start_fetch(index),
         }
     }
 

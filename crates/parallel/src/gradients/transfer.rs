@@ -4,8 +4,9 @@ use candle_comm::{Pending, ProcessGroup, ReduceOp};
 use candle_core::{DType, Result, Tensor};
 use candle_ops::{QuantizedType, dequantize_sum_into, quantize_rows, quantize_rows_transposed};
 
+use crate::data_parallel::ReduceType;
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter, num_bytes};
-use crate::params::{Bucket, FlatBuffer, ReduceType, ReplicaGroups, in_dtype};
+use crate::params::{Bucket, FlatBuffer, ReplicaGroups, in_dtype};
 
 /// The sum of a bucket over the ranks that divide it, under way; without such ranks over those that hold the same.
 pub(super) struct Sum {

@@ -4,24 +4,18 @@
 use candle_comm::Pending;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::Init;
-use candle_ops::{linear_bias_grad_into, linear_weight_grad_into};
 
-use super::input_grad::input_grad;
 use super::layer::Layer;
+use super::linear::{Linear, input_grad};
 use super::low_rank::LowRank;
-use super::region::Region;
-use super::tape::{Tape, row_bytes};
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
-use crate::pass::{GradientSink, Pass};
+use crate::pass::{GradientSink, Pass, Region, Tape};
 use crate::placement::Shard;
 
 /// Holds rows `r` of a global weight (out, in), and the same part of the bias and of a low-rank adapter, if it has one.
 #[derive(Clone)]
 pub struct ColumnParallelLinear {
-    weight: TiledWeight,
-    bias: Option<Tensor>,
-    low_rank: Option<LowRank>,
-    region: Region,
+    linear: Linear,
     sums_input_grad: bool,
 }
 
@@ -59,10 +53,9 @@ pub fn column_parallel_linear_shard(
         true => Some(vb.get_placed(out_dim, "bias", shard, Init::Const(0.0))?),
         false => None,
     };
-    Ok(ColumnParallelLinear {
-        low_rank,
-        ..ColumnParallelLinear::new(weight, bias, region)
-    })
+    let mut layer = ColumnParallelLinear::new(weight, bias, region);
+    layer.linear.low_rank = low_rank;
+    Ok(layer)
 }
 
 impl ColumnParallelLinear {
@@ -73,10 +66,12 @@ impl ColumnParallelLinear {
         region: impl Into<Region>,
     ) -> Self {
         Self {
-            weight: weight.into(),
-            bias,
-            low_rank: None,
-            region: region.into(),
+            linear: Linear {
+                weight: weight.into(),
+                bias,
+                low_rank: None,
+                region: region.into(),
+            },
             sums_input_grad: true,
         }
     }
@@ -92,18 +87,23 @@ impl ColumnParallelLinear {
 
     /// The local weight, (local_out, in); its identity, but no values, where it comes [tile by tile](TiledWeight).
     pub fn weight(&self) -> &Tensor {
-        self.weight.tensor()
+        self.linear.weight()
     }
 
     /// Whether the backward pass reads the input: what is multiplied with it is trained.
     pub fn needs_input(&self) -> bool {
-        let adapter = self.low_rank.as_ref();
-        self.weight().track_op() || adapter.is_some_and(LowRank::is_trained)
+        self.linear.needs_input()
     }
 
     /// The local weight, (local_out, in), as it may be used: with ZeRO-3 perhaps tile by tile.
     pub fn tiled_weight(&self) -> &TiledWeight {
-        &self.weight
+        &self.linear.weight
+    }
+
+    /// The output for an input inside the region.
+    fn product(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        let linear = &self.linear;
+        linear.product(xs, linear.bias.as_ref(), None, pass)
     }
 }
 
@@ -139,7 +139,7 @@ fn shared_border<'a>(layers: &[&'a ColumnParallelLinear]) -> Result<Option<&'a R
             "layers that share an input are partly inside a region and partly not\nhint: make all of them inside_region, or none"
         );
     }
-    Ok(first.sums_input_grad.then_some(&first.region))
+    Ok(first.sums_input_grad.then_some(&first.linear.region))
 }
 
 /// Backward pass of layers that share an input, each with the gradient (.., local_out) of its output: the gradient of the
@@ -164,33 +164,15 @@ pub fn column_parallel_backward(
         (None, Some(xs)) => Some(Pending::ready(xs.clone())),
         (_, None) => None,
     };
-    let adapters = layers.iter();
-    let adapters = adapters.map(|(layer, dy)| {
-        let adapter = layer.low_rank.as_ref();
-        adapter
-            .map(|adapter| Ok((adapter, adapter.inner_grad(dy, pass)?)))
-            .transpose()
-    });
-    let adapters: Vec<_> = adapters.collect::<Result<_>>()?;
-    let terms = layers.iter().map(|(layer, dy)| (*dy, &layer.weight));
-    let of_adapters = adapters.iter().flatten();
-    let of_adapters = of_adapters.filter_map(|(adapter, inner)| adapter.input_term(inner));
-    let mut partial = input_grad(&terms.chain(of_adapters).collect::<Vec<_>>())?;
-    for (adapter, inner) in adapters.iter().flatten() {
-        partial = adapter.add_dropped(partial, inner)?;
-    }
+    let linears: Vec<_> = layers.iter().map(|(it, dy)| (&it.linear, *dy)).collect();
+    let (partial, inner) = input_grad(&linears, pass)?;
     let xs = entering.map(Pending::wait).transpose()?;
-    let xs = xs.as_ref();
     let started = match border {
         Some(region) => region.start_leave(&partial)?,
         None => Pending::ready(partial),
     };
-    for ((layer, dy), adapter) in layers.iter().zip(&adapters) {
-        layer.put_gradients(dy, xs, gradients)?;
-        if let Some((adapter, inner)) = adapter.as_ref().filter(|(adapter, _)| adapter.is_trained())
-        {
-            adapter.put_gradients(inner, kept(xs)?, false, dy, gradients)?;
-        }
+    for ((linear, dy), inner) in linears.into_iter().zip(&inner) {
+        linear.put_gradients(dy, inner.as_ref(), xs.as_ref(), false, gradients)?;
     }
     started.wait()
 }
@@ -200,73 +182,20 @@ pub fn column_parallel_tape(layers: &[&ColumnParallelLinear]) -> Tape {
     let Some(first) = layers.first() else {
         return Tape::default();
     };
-    let (whole, _) = row_bytes(&first.weight);
+    let (whole, _) = first.linear.weight.row_bytes();
     let input = match first.sums_input_grad {
-        true => first.region.bytes_outside(whole),
+        true => first.linear.region.bytes_outside(whole),
         false => whole,
     };
-    let of_layers: usize = layers.iter().map(|layer| layer.waiting_bytes()).sum();
+    let of_layers = layers.iter().flat_map(|it| it.linear.waiting_bytes());
     let bytes = |is_there, bytes| if is_there { bytes } else { 0 };
-    let is_kept = layers.iter().any(|layer| layer.needs_input());
-    let is_read = layers.iter().any(|layer| {
-        let adapter = layer.low_rank.as_ref();
-        layer.weight().track_op() || adapter.is_some_and(LowRank::shares_input)
-    });
+    let is_read = layers.iter().any(|layer| layer.linear.reads_input());
     Tape {
         input,
-        saved: bytes(is_kept, input),
-        waiting: bytes(is_read, whole) + of_layers,
+        saved: bytes(layers.iter().any(|layer| layer.needs_input()), input),
+        waiting: bytes(is_read, whole) + of_layers.sum::<usize>(),
         ..Tape::default()
     }
-}
-
-impl ColumnParallelLinear {
-    /// Bytes for each row that the gradients of the weights read beside the input.
-    fn waiting_bytes(&self) -> usize {
-        let adapter = self.low_rank.as_ref();
-        let reads_dy = self.weight().track_op()
-            || self.bias.as_ref().is_some_and(Tensor::track_op)
-            || adapter.is_some_and(LowRank::trains_b);
-        let (_, dy) = row_bytes(&self.weight);
-        let [of_a, of_b] = adapter.map_or([0; 2], LowRank::waiting_bytes);
-        of_a + of_b + if reads_dy { dy } else { 0 }
-    }
-
-    /// The output for an input inside the region.
-    fn product(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
-        let bias = self.bias.as_ref().map(Tensor::detach);
-        let ys = self.weight.linear(xs, bias.as_ref(), None)?;
-        match &self.low_rank {
-            None => Ok(ys),
-            Some(adapter) => adapter.forward_add(&ys, xs, pass),
-        }
-    }
-
-    fn put_gradients(
-        &self,
-        dy: &Tensor,
-        xs: Option<&Tensor>,
-        gradients: &mut dyn GradientSink,
-    ) -> Result<()> {
-        if self.weight().track_op() {
-            let (dy, xs) = (dy.clone(), kept(xs)?.clone());
-            let grad = move |dst: &Tensor, add| linear_weight_grad_into(dst, add, &dy, &xs);
-            gradients.put(self.weight(), Box::new(grad))?;
-        }
-        put_bias_grad(self.bias.as_ref(), dy, gradients)
-    }
-}
-
-/// Puts the gradient of a linear layer's bias (out), if it has one, from that of its output, `dy` (.., out).
-pub(super) fn put_bias_grad(
-    bias: Option<&Tensor>,
-    dy: &Tensor,
-    gradients: &mut dyn GradientSink,
-) -> Result<()> {
-    let Some(bias) = bias else { return Ok(()) };
-    let dy = dy.clone();
-    let grad = move |dst: &Tensor, add| linear_bias_grad_into(dst, add, &dy);
-    gradients.put(bias, Box::new(grad))
 }
 
 impl Layer for ColumnParallelLinear {
@@ -276,7 +205,7 @@ impl Layer for ColumnParallelLinear {
     /// (.., in) -> (.., local_out). The input is what this rank has outside of the [`Region`]: without sequence parallelism the same on all ranks.
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Self::Saved)> {
         let ys = match self.sums_input_grad {
-            true => self.product(&self.region.enter(xs, pass)?, pass)?,
+            true => self.product(&self.linear.region.enter(xs, pass)?, pass)?,
             false => self.product(xs, pass)?,
         };
         Ok((ys, self.needs_input().then(|| xs.clone())))
@@ -293,22 +222,10 @@ impl Layer for ColumnParallelLinear {
     }
 
     fn weights(&self) -> Vec<&Tensor> {
-        let adapter = self.low_rank.iter().flat_map(LowRank::weights);
-        let weights = std::iter::once(self.weight()).chain(&self.bias);
-        weights.chain(adapter).collect()
+        self.linear.weights()
     }
 
     fn tape(&self) -> Option<Tape> {
         Some(column_parallel_tape(&[self]))
-    }
-}
-
-/// The input of a layer whose weight is trained.
-pub(super) fn kept(xs: Option<&Tensor>) -> Result<&Tensor> {
-    match xs {
-        Some(xs) => Ok(xs),
-        None => bail!(
-            "a linear layer with a trainable weight or adapter got no input in its backward pass"
-        ),
     }
 }

@@ -2,8 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::tape::Tape;
-use crate::pass::{GradientSink, Loss, Pass};
+use crate::pass::{GradientSink, Loss, Pass, Tape};
 
 /// The last link of a chain. Its loss is a thing of the backward half, so that the last stage's forward pass takes no longer than that of its
 /// other blocks.

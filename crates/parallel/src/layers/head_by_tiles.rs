@@ -10,9 +10,8 @@ use candle_ops::{
     linear_weight_grad_into, softmax_stats, sum_into,
 };
 
-use super::region::Region;
 use crate::params::TiledWeight;
-use crate::pass::{GradientSink, WeightHalf};
+use crate::pass::{GradientSink, Region, WeightHalf};
 use crate::placement::Shard;
 
 /// Rows (n, hidden), their targets (n), the weight (local_vocab, hidden) of the vocabulary's part `shard`; `chunk_rows` rows of

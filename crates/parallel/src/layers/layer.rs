@@ -5,8 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{DType, Device, Result, Tensor, TensorId, bail};
 use candle_ops::with_backward;
 
-use super::tape::Tape;
-use crate::pass::{GradientSink, Pass, WeightGrad};
+use crate::pass::{GradientSink, Pass, Tape, WeightGrad};
 
 /// A link of the chain that a model is, as three functions: a forward pass that returns what the backward pass needs, that backward pass, and
 /// a forward pass that keeps nothing.

@@ -2,8 +2,8 @@
 
 use candle_comm::ProcessGroup;
 
-use super::region::Region;
 use crate::context_parallel::ContextParallel;
+use crate::pass::Region;
 
 /// The ranks over which a layer is divided: its weights, and the rows that it computes.
 #[derive(Clone)]

@@ -4,7 +4,6 @@ use candle_core::{Result, Tensor};
 use candle_nn::Init;
 use candle_ops::{linear_forward, linear_forward_add, linear_input_grad, linear_weight_grad_into};
 
-use super::tape::row_bytes;
 use crate::params::{ParamBuilder, TiledWeight};
 use crate::pass::{Dropout, GradientSink, Pass};
 use crate::placement::{Gradient, Placement, Shard};
@@ -100,7 +99,7 @@ impl LowRank {
 
     /// Bytes for each row that the gradient of A reads beside the layer's input, and that of B beside its output's gradient.
     pub(super) fn waiting_bytes(&self) -> [usize; 2] {
-        let (input, inner) = row_bytes(&self.a);
+        let (input, inner) = self.a.row_bytes();
         // What was dropped makes an input of its own.
         let of_a = inner + if self.dropout.drops() { input } else { 0 };
         let bytes = |weight: &Tensor, bytes| if weight.track_op() { bytes } else { 0 };

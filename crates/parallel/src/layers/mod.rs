@@ -4,15 +4,12 @@ mod column_parallel_linear;
 mod head;
 mod head_by_tiles;
 mod head_partition;
-mod input_grad;
 mod layer;
 mod layer_ranks;
+mod linear;
 mod low_rank;
-mod region;
-mod region_watch;
 pub mod regions;
 mod row_parallel_linear;
-mod tape;
 mod vocab_parallel_cross_entropy;
 mod vocab_parallel_embedding;
 mod vocab_parallel_head;
@@ -26,10 +23,7 @@ pub use head_partition::HeadPartition;
 pub use layer::Layer;
 pub use layer_ranks::LayerRanks;
 pub use low_rank::LowRank;
-pub use region::Region;
-pub(crate) use region_watch::{SeenRegions, is_each_the_whole, note_entered, watched};
 pub use row_parallel_linear::{RowParallelLinear, row_parallel_linear, row_parallel_linear_shard};
-pub use tape::Tape;
 pub use vocab_parallel_cross_entropy::{
     linear_cross_entropy, linear_predictions, vocab_parallel_cross_entropy,
 };

@@ -10,13 +10,11 @@
 //! `enter` and `leave` of a [`Region`] that does not divide rows are the first two.
 //! In a group of one each of them returns its input.
 
-use candle_comm::{ProcessGroup, ReduceOp};
+use candle_comm::{Pending, ProcessGroup, ReduceOp};
 use candle_core::{D, Result, Tensor, bail};
 use candle_ops::with_backward;
 
-use super::region::Region;
-use super::region_watch::{note_entered, note_sum};
-use crate::pass::Pass;
+use crate::pass::{Pass, Region, note_entered, note_sum};
 use crate::placement::part;
 
 /// Enters a region where each rank computes with other weights: (..) -> (..); the gradients of all ranks are summed.
@@ -96,6 +94,104 @@ pub fn leave(partial: &Tensor, region: &Region, pass: &Pass) -> Result<Tensor> {
         let grad = of_grad.enter(grad, &pass)?.reshape(dims.as_slice())?;
         Ok([Some(grad)])
     })
+}
+
+impl Region {
+    /// Enters the region: what this rank has outside as (b, t, ..), the same on all ranks.
+    ///
+    /// # Errors
+    /// Rows that are not those of the pass, and what ends collectives.
+    pub fn enter(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        self.start_enter(xs, pass)?.wait()
+    }
+
+    /// An error if `xs` cannot be what this rank has outside in this pass.
+    fn check_rows(&self, xs: &Tensor, pass: &Pass) -> Result<()> {
+        if !self.divides_rows() && !pass.divides_rows() {
+            return Ok(());
+        }
+        let (b, t) = pass.dims()?;
+        let own = Self::sequence_parallel(self.tp()).own_rows(b * t).len();
+        let (_, rows) = xs.dims().split_last().unwrap_or((&1, &[]));
+        if self.divides_rows() && rows.iter().product::<usize>() != own {
+            bail!(
+                "a tensor of shape {:?} enters a region whose ranks have a part of the rows each outside; expected {own} rows, this rank's of {}",
+                xs.shape(),
+                b * t
+            );
+        }
+        if !self.divides_rows() && own != b * t && rows.starts_with(&[1, own]) {
+            bail!(
+                "a tensor of shape {:?} enters a region whose ranks have all {} rows each outside, in a model whose ranks have a part of them\nhint: \
+                 every layer gets the region of ModelPart::with_region",
+                xs.shape(),
+                b * t
+            );
+        }
+        Ok(())
+    }
+
+    /// Starts to [enter](Self::enter).
+    ///
+    /// # Errors
+    /// As [`Self::enter`].
+    pub fn start_enter(&self, xs: &Tensor, pass: &Pass) -> Result<Pending<Tensor>> {
+        self.check_rows(xs, pass)?;
+        if !self.divides_rows() {
+            return Ok(Pending::ready(xs.clone()));
+        }
+        let (b, t) = pass.dims()?;
+        let num_rows = b * t;
+        let own = xs.flatten_to(D::Minus2)?;
+        let padded = padded(&own, self.longest(num_rows))?;
+        let width = padded.dim(1)?;
+        let all = self.tp().start_all_gather(&padded)?;
+        Ok(all.map(move |all| {
+            all.narrow(0, 0, num_rows)?
+                .contiguous()?
+                .reshape((b, t, width))
+        }))
+    }
+
+    /// Leaves the region with this rank's summand (.., features) of all rows: the sum, as this rank has it outside.
+    ///
+    /// # Errors
+    /// What ends collectives, such as another shape on another rank.
+    pub fn leave(&self, partial: &Tensor) -> Result<Tensor> {
+        self.start_leave(partial)?.wait()
+    }
+
+    /// Starts to [leave](Self::leave).
+    ///
+    /// # Errors
+    /// As [`Self::leave`].
+    pub fn start_leave(&self, partial: &Tensor) -> Result<Pending<Tensor>> {
+        if !self.divides_rows() {
+            return self.tp().start_all_reduce(partial, ReduceOp::Sum);
+        }
+        let rows = partial.flatten_to(D::Minus2)?;
+        let num_rows = rows.dim(0)?;
+        let num_padded = self.longest(num_rows) * self.tp().world_size();
+        let own = self.own_rows(num_rows).len();
+        let sum = self
+            .tp()
+            .start_reduce_scatter(&padded(&rows, num_padded)?, ReduceOp::Sum)?;
+        Ok(sum.map(move |sum| sum.narrow(0, 0, own)?.contiguous()?.unsqueeze(0)))
+    }
+}
+
+/// Rows, (rows, width), and zeros up to `len`.
+fn padded(rows: &Tensor, len: usize) -> Result<Tensor> {
+    let (num_rows, width) = rows.dims2()?;
+    if num_rows == len {
+        return rows.contiguous();
+    }
+    let zeros = Tensor::zeros((len - num_rows, width), rows.dtype(), rows.device())?;
+    match num_rows {
+        // candle's cat panics on tensors without elements.
+        0 => Ok(zeros),
+        _ => Tensor::cat(&[rows, &zeros], 0),
+    }
 }
 
 /// Joins parts of the last dim that may be uneven, as [`crate::Shard::even`] cuts `global`; no gradient.

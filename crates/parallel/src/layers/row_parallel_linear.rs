@@ -3,26 +3,17 @@
 
 use candle_core::{Result, Tensor};
 use candle_nn::Init;
-use candle_ops::linear_weight_grad_into;
 
-use super::column_parallel_linear::{kept, put_bias_grad};
-use super::input_grad::input_grad;
 use super::layer::Layer;
+use super::linear::{Linear, input_grad};
 use super::low_rank::LowRank;
-use super::region::Region;
-use super::tape::{Tape, row_bytes};
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
-use crate::pass::{GradientSink, Pass};
+use crate::pass::{GradientSink, Pass, Region, Tape};
 use crate::placement::{Gradient, Placement, Shard};
 
 /// Holds columns `r` of a global weight (out, in), the whole bias, and the same part of a low-rank adapter, if it has one.
 #[derive(Clone)]
-pub struct RowParallelLinear {
-    weight: TiledWeight,
-    bias: Option<Tensor>,
-    low_rank: Option<LowRank>,
-    region: Region,
-}
+pub struct RowParallelLinear(Linear);
 
 /// A row-parallel layer of which each rank has an even part: (.., in / tp) -> (.., out).
 ///
@@ -60,10 +51,9 @@ pub fn row_parallel_linear_shard(
         true => Some(vb.get_placed(out_dim, "bias", complete, Init::Const(0.0))?),
         false => None,
     };
-    Ok(RowParallelLinear {
-        low_rank,
-        ..RowParallelLinear::new(weight, bias, region)
-    })
+    let mut layer = RowParallelLinear::new(weight, bias, region);
+    layer.0.low_rank = low_rank;
+    Ok(layer)
 }
 
 impl RowParallelLinear {
@@ -73,39 +63,30 @@ impl RowParallelLinear {
         bias: Option<Tensor>,
         region: impl Into<Region>,
     ) -> Self {
-        Self {
+        Self(Linear {
             weight: weight.into(),
             bias,
             low_rank: None,
             region: region.into(),
-        }
+        })
     }
 
     /// Whether the backward pass reads the input: what is multiplied with it is trained.
     pub fn needs_input(&self) -> bool {
-        let adapter = self.low_rank.as_ref();
-        self.weight().track_op() || adapter.is_some_and(LowRank::is_trained)
+        self.0.needs_input()
     }
 
     /// The local weight, (out, local_in); its identity, but no values, where it comes [tile by tile](TiledWeight).
     pub fn weight(&self) -> &Tensor {
-        self.weight.tensor()
+        self.0.weight()
     }
-}
 
-impl RowParallelLinear {
     /// What stays of the layer if its input is kept, or if whoever has the layer computes it again for [`Self::backward_with`].
     pub fn tape_of(&self, is_computed_again: bool) -> Tape {
-        let (input, output) = row_bytes(&self.weight);
-        let adapter = self.low_rank.as_ref();
-        let [of_a, of_b] = adapter.map_or([0; 2], LowRank::waiting_bytes);
-        let dy_of_others = self.bias.as_ref().is_some_and(Tensor::track_op)
-            || adapter.is_some_and(LowRank::trains_b);
-        let dy_of_weight = self.weight().track_op() && !dy_of_others;
+        let (input, _) = self.0.weight.row_bytes();
+        let [with_input, waiting] = self.0.waiting_bytes();
         let bytes = |is_read, bytes| if is_read { bytes } else { 0 };
-        let is_read = self.weight().track_op() || adapter.is_some_and(LowRank::shares_input);
-        let of_input = of_a + bytes(is_read, input) + bytes(dy_of_weight, output);
-        let waiting = of_b + bytes(dy_of_others, output);
+        let of_input = with_input + bytes(self.0.reads_input(), input);
         let tape = Tape {
             input,
             ..Tape::default()
@@ -135,17 +116,13 @@ impl RowParallelLinear {
         residual: Option<&Tensor>,
         pass: &Pass,
     ) -> Result<(Tensor, Option<Tensor>)> {
-        let is_first = self.region.tp().rank() == 0;
-        let bias = self.bias.as_ref().filter(|_| is_first);
-        let after = residual.filter(|_| self.region.divides_rows());
+        let Linear { bias, region, .. } = &self.0;
+        let is_first = region.tp().rank() == 0;
+        let after = residual.filter(|_| region.divides_rows());
         let residual = residual.filter(|_| is_first && after.is_none());
-        let bias = bias.map(Tensor::detach);
-        let partial = self.weight.linear(xs, bias.as_ref(), residual)?;
-        let partial = match &self.low_rank {
-            None => partial,
-            Some(adapter) => adapter.forward_add(&partial, xs, pass)?,
-        };
-        let ys = self.region.leave(&partial)?;
+        let bias = bias.as_ref().filter(|_| is_first);
+        let partial = self.0.product(xs, bias, residual, pass)?;
+        let ys = region.leave(&partial)?;
         let ys = match after {
             Some(residual) => (ys + residual)?,
             None => ys,
@@ -192,32 +169,12 @@ impl RowParallelLinear {
         is_computed_again: bool,
         rest: impl FnOnce(Tensor) -> Result<(R, Option<Tensor>)>,
     ) -> Result<R> {
-        let dy = &self.region.enter(dy, pass)?;
-        let inner = self.low_rank.as_ref().map(|adapter| {
-            let inner = adapter.inner_grad(dy, pass)?;
-            Result::Ok((adapter, inner))
-        });
-        let inner = inner.transpose()?;
-        let of_adapter = inner.iter();
-        let of_adapter = of_adapter.filter_map(|(adapter, inner)| adapter.input_term(inner));
-        let terms = std::iter::once((dy, &self.weight)).chain(of_adapter);
-        let mut dx = input_grad(&terms.collect::<Vec<_>>())?;
-        if let Some((adapter, inner)) = &inner {
-            dx = adapter.add_dropped(dx, inner)?;
-        }
+        let dy = &self.0.region.enter(dy, pass)?;
+        let (dx, inner) = input_grad(&[(&self.0, dy)], pass)?;
         let (result, xs) = rest(dx)?;
-        if self.weight().track_op() {
-            let (dy, xs) = (dy.clone(), kept(xs.as_ref())?.clone());
-            let grad = move |dst: &Tensor, add| linear_weight_grad_into(dst, add, &dy, &xs);
-            match is_computed_again {
-                true => gradients.put_large(self.weight(), Box::new(grad))?,
-                false => gradients.put(self.weight(), Box::new(grad))?,
-            }
-        }
-        put_bias_grad(self.bias.as_ref(), dy, gradients)?;
-        if let Some((adapter, inner)) = inner.filter(|(adapter, _)| adapter.is_trained()) {
-            adapter.put_gradients(&inner, kept(xs.as_ref())?, is_computed_again, dy, gradients)?;
-        }
+        let inner = inner.iter().flatten().next();
+        self.0
+            .put_gradients(dy, inner, xs.as_ref(), is_computed_again, gradients)?;
         Ok(result)
     }
 }
@@ -243,9 +200,7 @@ impl Layer for RowParallelLinear {
     }
 
     fn weights(&self) -> Vec<&Tensor> {
-        let adapter = self.low_rank.iter().flat_map(LowRank::weights);
-        let weights = std::iter::once(self.weight()).chain(&self.bias);
-        weights.chain(adapter).collect()
+        self.0.weights()
     }
 
     fn tape(&self) -> Option<Tape> {

@@ -9,9 +9,8 @@ use candle_ops::{
 };
 
 use super::head_by_tiles::HeadByTiles;
-use super::region::Region;
 use crate::params::TiledWeight;
-use crate::pass::{GradientSink, WeightHalf};
+use crate::pass::{GradientSink, Region, WeightHalf};
 use crate::placement::Shard;
 
 /// Rows of logits that exist at once in [`linear_cross_entropy`] on the CPU.

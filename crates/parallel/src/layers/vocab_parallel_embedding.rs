@@ -6,10 +6,8 @@ use candle_core::{Error, Result, Tensor, bail};
 use candle_ops::{embedding_forward, embedding_grad_into, upload};
 
 use super::layer::Layer;
-use super::region::Region;
-use super::tape::{Tape, row_bytes};
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
-use crate::pass::{GradientSink, Pass};
+use crate::pass::{GradientSink, Pass, Region, Tape};
 use crate::placement::Shard;
 
 /// Holds the embeddings of a part of the vocabulary. The parts may differ by one row.
@@ -156,7 +154,7 @@ impl Layer for VocabParallelEmbedding {
 
     /// The tokens are those of the micro-batch.
     fn tape(&self) -> Option<Tape> {
-        let (width, _) = row_bytes(&self.weight);
+        let (width, _) = self.weight.row_bytes();
         let row_of_weight = size_of::<u32>();
         Some(Tape {
             saved: row_of_weight,

@@ -5,12 +5,10 @@ use candle_core::{Result, Tensor};
 use super::column_parallel_linear::ColumnParallelLinear;
 use super::head::Head;
 use super::layer::Layer;
-use super::region::Region;
 use super::regions::gather_parts;
-use super::tape::{Tape, row_bytes};
 use super::vocab_parallel_cross_entropy::{linear_cross_entropy, linear_predictions};
 use crate::params::{ParamBuilder, TiledWeight, WEIGHT_INIT};
-use crate::pass::{GradientSink, Loss, Pass};
+use crate::pass::{GradientSink, Loss, Pass, Region, Tape};
 use crate::placement::Shard;
 
 /// Holds the rows of a part of the vocabulary of a weight (vocab, hidden).
@@ -94,7 +92,7 @@ impl Head for VocabParallelHead {
     /// What the weight's gradient reads are the input and the log-sum-exp, with which it computes the logits again; without the weight, the gradients
     /// of the logits.
     fn tape(&self) -> Option<Tape> {
-        let (width, logits) = row_bytes(&self.weight);
+        let (width, logits) = self.weight.row_bytes();
         let input = self.region.bytes_outside(width);
         let tape = Tape {
             input,

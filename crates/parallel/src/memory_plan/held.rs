@@ -17,13 +17,13 @@ pub struct Moment {
 
 /// What is held now, and the most since the moment began.
 #[derive(Default)]
-pub(super) struct Held {
+pub(super) struct PlannedBytes {
     now: [u64; MemoryCategory::ALL.len()],
     most: [u64; MemoryCategory::ALL.len()],
     most_of_all: u64,
 }
 
-impl Held {
+impl PlannedBytes {
     pub fn hold(&mut self, category: MemoryCategory, bytes: usize) {
         let place = category as usize;
         self.now[place] += bytes as u64;

@@ -11,12 +11,12 @@ use candle_core::{Result, bail};
 
 pub use held::Moment;
 
-use crate::layers::Tape;
+use crate::data_parallel::DataParallel;
 use crate::memory::{MemoryCategory, MemoryReport, MemoryUse};
 use crate::offload::Offload;
 use crate::optimizer::Optimizer;
-use crate::params::{DataParallel, PackWeights, RankSpec};
-use crate::pipeline::Recompute;
+use crate::params::{PackWeights, RankSpec};
+use crate::pass::{Recompute, Tape};
 use crate::schedule::Plan;
 use rank::PlannedRank;
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use super::held::Held;
+use super::held::PlannedBytes;
 use crate::memory::MemoryCategory;
 use crate::offload::{Lane, OffloadPlace};
 
@@ -23,7 +23,7 @@ impl PlannedStore {
         place: OffloadPlace<'_>,
         category: MemoryCategory,
         bytes: Vec<usize>,
-        held: &mut Held,
+        held: &mut PlannedBytes,
     ) -> Option<Self> {
         held.hold(place.category()?, bytes.iter().sum());
         Some(Self {
@@ -35,7 +35,7 @@ impl PlannedStore {
     }
 
     /// The change of an item begins; `next` is changed after it.
-    pub fn begin(&mut self, item: usize, next: Option<usize>, held: &mut Held) {
+    pub fn begin(&mut self, item: usize, next: Option<usize>, held: &mut PlannedBytes) {
         if self.ahead != Some(item) {
             let other = self.ahead.take();
             self.free(other, held);
@@ -48,32 +48,32 @@ impl PlannedStore {
     }
 
     /// An item comes that was not on its way.
-    pub fn take(&self, item: usize, held: &mut Held) {
+    pub fn take(&self, item: usize, held: &mut PlannedBytes) {
         self.fetch(item, held);
     }
 
     /// An item goes and is not written back.
-    pub fn release(&self, item: usize, held: &mut Held) {
+    pub fn release(&self, item: usize, held: &mut PlannedBytes) {
         self.free(Some(item), held);
     }
 
     /// The change of an item ends: it goes back.
-    pub fn end(&mut self, item: usize, held: &mut Held) {
+    pub fn end(&mut self, item: usize, held: &mut PlannedBytes) {
         let written = self.behind.replace(item);
         self.free(written, held);
     }
 
     /// All that was changed is written.
-    pub fn finish(&mut self, held: &mut Held) {
+    pub fn finish(&mut self, held: &mut PlannedBytes) {
         let written = self.behind.take();
         self.free(written, held);
     }
 
-    fn fetch(&self, item: usize, held: &mut Held) {
+    fn fetch(&self, item: usize, held: &mut PlannedBytes) {
         held.hold(self.category, self.bytes[item]);
     }
 
-    fn free(&self, item: Option<usize>, held: &mut Held) {
+    fn free(&self, item: Option<usize>, held: &mut PlannedBytes) {
         if let Some(item) = item {
             held.free(self.category, self.bytes[item]);
         }
@@ -99,7 +99,7 @@ impl PlannedSums {
     }
 
     /// A sum comes; those of other blocks go.
-    pub fn take(&mut self, bucket: usize, held: &mut Held) {
+    pub fn take(&mut self, bucket: usize, held: &mut PlannedBytes) {
         if let Some(place) = self.idle.iter().position(|of| *of == bucket) {
             self.idle.swap_remove(place);
             return;
@@ -115,7 +115,7 @@ impl PlannedSums {
     }
 
     /// All go, and are written.
-    pub fn finish(&mut self, held: &mut Held) {
+    pub fn finish(&mut self, held: &mut PlannedBytes) {
         let going = std::mem::take(&mut self.idle);
         going.into_iter().for_each(|of| self.store.end(of, held));
         self.store.finish(held);
@@ -162,7 +162,7 @@ impl PlannedWaiting {
         })
     }
 
-    pub fn put(&mut self, what: WaitingFor, bytes: usize, held: &mut Held) {
+    pub fn put(&mut self, what: WaitingFor, bytes: usize, held: &mut PlannedBytes) {
         if bytes as u64 <= self.room {
             self.room -= bytes as u64;
             self.kept.insert(what);
@@ -180,7 +180,7 @@ impl PlannedWaiting {
         }
     }
 
-    pub fn take(&mut self, what: WaitingFor, bytes: usize, held: &mut Held) {
+    pub fn take(&mut self, what: WaitingFor, bytes: usize, held: &mut PlannedBytes) {
         if self.kept.remove(&what) {
             self.room += bytes as u64;
             held.free(MemoryCategory::Activations, bytes);

@@ -7,9 +7,9 @@ use std::str::FromStr;
 use candle_core::{Error, Result, bail};
 use serde::{Deserialize, Serialize};
 
-use super::file_store::is_in_memory;
+use crate::data_parallel::{DataParallel, ZeroStage};
+use crate::files::is_in_memory;
 use crate::memory::MemoryCategory;
-use crate::params::{DataParallel, ZeroStage};
 
 /// What a rank keeps away from the device that computes: see [`ParamStore::with_offload`](crate::ParamStore::with_offload). It passes through the
 /// device bucket by bucket; the bits are the same everywhere.

@@ -22,10 +22,9 @@ use candle_comm::{allocate_for, allocated_of_rank, message_of};
 use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
-use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 
 use super::store::{Fetched, Kept};
-use crate::checkpoint::{SpaceNeed, size_in_words};
+use crate::files::{SpaceNeed, is_in_memory, size_in_words};
 use crate::memory::{MemoryGuard, MemoryMeter, num_bytes as num_bytes_of};
 
 /// The items of one rank.
@@ -34,11 +33,11 @@ pub(super) struct FileStore {
     device: Device,
     meter: MemoryMeter,
     what: &'static str,
-    io: Mutex<Io>,
+    io: Mutex<FileIo>,
 }
 
 /// The rank's end of its thread.
-struct Io {
+struct FileIo {
     kept: Kept,
     /// Where each item begins in the file.
     starts: Vec<u64>,
@@ -68,12 +67,12 @@ enum Request {
 
 /// For an item that is read.
 struct Room {
-    tensors: Vec<Values>,
+    tensors: Vec<ReadValues>,
     held: MemoryGuard,
 }
 
 /// Room for the values of a tensor, zeros, then these.
-enum Values {
+enum ReadValues {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
     F16(Vec<f16>),
@@ -129,7 +128,7 @@ impl FileStore {
             device: device.clone(),
             meter: meter.clone(),
             what,
-            io: Mutex::new(Io {
+            io: Mutex::new(FileIo {
                 kept,
                 starts,
                 end,
@@ -145,7 +144,7 @@ impl FileStore {
         })
     }
 
-    fn io(&self) -> MutexGuard<'_, Io> {
+    fn io(&self) -> MutexGuard<'_, FileIo> {
         self.io.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -154,7 +153,7 @@ impl FileStore {
         Error::msg(format!("the thread that keeps {what} in a file has ended"))
     }
 
-    fn send(&self, io: &Io, request: Request) -> Result<()> {
+    fn send(&self, io: &FileIo, request: Request) -> Result<()> {
         let sent = io.requests.as_ref().map(|requests| requests.send(request));
         match sent {
             Some(Ok(())) => Ok(()),
@@ -185,12 +184,12 @@ impl FileStore {
         self.io().kept.items[index] = item.to_vec();
     }
 
-    fn ask(&self, io: &mut Io, index: usize) -> Result<()> {
+    fn ask(&self, io: &mut FileIo, index: usize) -> Result<()> {
         let tensors = io.kept.items[index].iter();
         let room = Room {
             held: io.kept.hold(index, &self.meter),
             tensors: tensors
-                .map(|&(len, dtype)| Values::zeros(len, dtype))
+                .map(|&(len, dtype)| ReadValues::zeros(len, dtype))
                 .collect::<Result<_>>()?,
         };
         self.send(io, Request::Read(io.starts[index], room))?;
@@ -199,7 +198,7 @@ impl FileStore {
     }
 
     /// What was asked for first.
-    fn receive(&self, io: &mut Io) -> Result<(usize, Fetched)> {
+    fn receive(&self, io: &mut FileIo) -> Result<(usize, Fetched)> {
         let Some(index) = io.asked.pop_front() else {
             bail!("nothing is being read of {}", self.what);
         };
@@ -284,11 +283,6 @@ impl FileStore {
     }
 }
 
-/// Whether files of a folder are in memory.
-pub(super) fn is_in_memory(dir: &Path) -> bool {
-    statfs(dir).is_ok_and(|status| status.filesystem_type() == TMPFS_MAGIC)
-}
-
 /// Warns, once, of a folder whose files are in memory.
 fn warn_of_memory(dir: &Path) {
     static KNOWN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
@@ -301,7 +295,7 @@ fn warn_of_memory(dir: &Path) {
     }
 }
 
-impl Io {
+impl FileIo {
     fn push(&mut self, item: Vec<(usize, DType)>, start: u64) -> usize {
         self.starts.push(start);
         self.kept.items.push(item);
@@ -318,7 +312,7 @@ impl Io {
     }
 }
 
-impl Drop for Io {
+impl Drop for FileIo {
     fn drop(&mut self) {
         // The thread ends when there is nobody to ask it.
         self.requests = None;
@@ -435,7 +429,7 @@ fn leave_cache(file: &File, start: u64, num_bytes: usize) {
     let _ = posix_fadvise(file, start as i64, num_bytes as i64, advice);
 }
 
-impl Values {
+impl ReadValues {
     fn zeros(len: usize, dtype: DType) -> Result<Self> {
         Ok(match dtype {
             DType::F32 => Self::F32(vec![0.0; len]),

@@ -46,7 +46,7 @@ pub(crate) struct Fetched {
 
 /// Items in the host's memory, or in a file. What is written is what later fetches give, whatever was under way.
 pub(crate) struct OffloadStore {
-    place: Place,
+    place: ItemsPlace,
     category: MemoryCategory,
     meter: MemoryMeter,
     held: Mutex<Vec<MemoryGuard>>,
@@ -59,7 +59,7 @@ struct View {
     item: usize,
 }
 
-enum Place {
+enum ItemsPlace {
     Host(HostStore),
     File(FileStore),
 }
@@ -88,9 +88,9 @@ impl OffloadStore {
             meter: meter.clone(),
             place: match place {
                 OffloadPlace::File(dir) => {
-                    Place::File(FileStore::create(dir, kept, device, meter, make)?)
+                    ItemsPlace::File(FileStore::create(dir, kept, device, meter, make)?)
                 }
-                _ => Place::Host(HostStore::new(kept, device, meter, make)?),
+                _ => ItemsPlace::Host(HostStore::new(kept, device, meter, make)?),
             },
         }))
     }
@@ -103,8 +103,8 @@ impl OffloadStore {
         let bytes = item.iter().map(|(len, dtype)| len * dtype.size_in_bytes());
         let held = self.meter.hold(self.category, bytes.sum());
         let index = match &self.place {
-            Place::Host(host) => host.add(item)?,
-            Place::File(file) => file.add(item)?,
+            ItemsPlace::Host(host) => host.add(item)?,
+            ItemsPlace::File(file) => file.add(item)?,
         };
         let mut all = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         all.push(held);
@@ -114,8 +114,8 @@ impl OffloadStore {
     /// The values `part` of an item of one tensor, as an item that is fetched and never stored.
     pub fn view(&self, index: usize, part: Range<usize>) -> usize {
         let item = match &self.place {
-            Place::Host(host) => host.view(index, part),
-            Place::File(file) => file.view(index, part),
+            ItemsPlace::Host(host) => host.view(index, part),
+            ItemsPlace::File(file) => file.view(index, part),
         };
         let view = View { of: index, item };
         let mut views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
@@ -130,8 +130,8 @@ impl OffloadStore {
     /// Memory that is missing.
     pub fn refit(&self, index: usize, item: &[(usize, DType)]) -> Result<()> {
         match &self.place {
-            Place::Host(host) => host.refit(index, item),
-            Place::File(file) => {
+            ItemsPlace::Host(host) => host.refit(index, item),
+            ItemsPlace::File(file) => {
                 file.refit(index, item);
                 Ok(())
             }
@@ -141,24 +141,24 @@ impl OffloadStore {
     /// Starts to fetch an item, so that [`Self::fetch`] has it sooner.
     pub fn start_fetch(&self, index: usize) -> Result<()> {
         match &self.place {
-            Place::Host(host) => host.start_fetch(index),
-            Place::File(file) => file.start_fetch(index),
+            ItemsPlace::Host(host) => host.start_fetch(index),
+            ItemsPlace::File(file) => file.start_fetch(index),
         }
     }
 
     /// The tensors of an item. Unless it was on its way, what else is waits for nobody any more.
     pub fn fetch(&self, index: usize) -> Result<Fetched> {
         match &self.place {
-            Place::Host(host) => host.fetch(index),
-            Place::File(file) => file.fetch(index),
+            ItemsPlace::Host(host) => host.fetch(index),
+            ItemsPlace::File(file) => file.fetch(index),
         }
     }
 
     /// Takes an item back as it was fetched: the next [`Self::fetch`] has it at once.
     pub fn keep(&self, index: usize, item: Fetched) {
         match &self.place {
-            Place::Host(host) => host.keep(index, item),
-            Place::File(file) => file.keep(index, item),
+            ItemsPlace::Host(host) => host.keep(index, item),
+            ItemsPlace::File(file) => file.keep(index, item),
         }
     }
 
@@ -168,8 +168,8 @@ impl OffloadStore {
         let mut views = views.iter().filter(|view| view.of == index);
         views.try_for_each(|view| self.forget(view.item))?;
         match &self.place {
-            Place::Host(host) => host.store(index, item),
-            Place::File(file) => file.store(index, item),
+            ItemsPlace::Host(host) => host.store(index, item),
+            ItemsPlace::File(file) => file.store(index, item),
         }
     }
 
@@ -177,16 +177,16 @@ impl OffloadStore {
     /// work.
     pub fn finish(&self) -> Result<()> {
         match &self.place {
-            Place::Host(host) => host.finish(),
-            Place::File(file) => file.finish(),
+            ItemsPlace::Host(host) => host.finish(),
+            ItemsPlace::File(file) => file.finish(),
         }
     }
 
     /// Frees what was fetched of an item and not asked for.
     pub fn forget(&self, index: usize) -> Result<()> {
         match &self.place {
-            Place::Host(host) => host.forget(index),
-            Place::File(file) => file.forget(index),
+            ItemsPlace::Host(host) => host.forget(index),
+            ItemsPlace::File(file) => file.forget(index),
         }
     }
 }

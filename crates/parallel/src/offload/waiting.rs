@@ -59,11 +59,11 @@ pub(crate) struct WaitingStore {
     meter: MemoryMeter,
     /// Bytes on the device for those that stay there.
     room: u64,
-    state: Mutex<State>,
+    state: Mutex<WaitingState>,
 }
 
 #[derive(Default)]
-struct State {
+struct WaitingState {
     /// Of each type the items that nothing is in, and how many values fit into each.
     free: HashMap<DType, Vec<(usize, usize)>>,
     /// Of each type how many values fit into the largest item.
@@ -136,7 +136,7 @@ impl WaitingStore {
         Ok(store.map(waiting).map(Arc::new))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, WaitingState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -187,7 +187,7 @@ impl WaitingStore {
 
     /// An item for so many values, and how many fit into it. Micro-batches may be of any lengths: one that outgrows all items gets one of twice
     /// the largest at least, so that those which are too small never add up to more than the others.
-    fn item(&self, state: &mut State, len: usize, dtype: DType) -> Result<(usize, usize)> {
+    fn item(&self, state: &mut WaitingState, len: usize, dtype: DType) -> Result<(usize, usize)> {
         let free = state.free.entry(dtype).or_default();
         let fits = (0..free.len()).filter(|&place| free[place].1 >= len);
         let (item, capacity) = match fits.min_by_key(|&place| free[place].1) {

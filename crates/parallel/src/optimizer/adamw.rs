@@ -5,7 +5,7 @@ use candle_core::{Result, bail};
 use candle_ops::{AdamWBuffers, AdamWConstants, AdamWSlot, adamw};
 use serde::{Deserialize, Serialize};
 
-use super::{Optimizer, ParamSlice, UpdateStep};
+use super::optimizer::{Optimizer, ParamSlice, UpdateStep};
 
 /// Constants of AdamW. Weight decay applies to parameters of two or more dims only: not to norms and biases.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]

@@ -6,8 +6,9 @@ use candle_core::{Result, Tensor};
 
 use super::distributed::DistributedOptimizer;
 use super::master_weights::part_of_own;
+use super::optimizer::{Needs, ParamSlice, SliceWeight, UpdateStep};
+use super::param_matrix::ParamMatrix;
 use super::state_store::BucketState;
-use super::{Needs, ParamMatrix, ParamSlice, SliceWeight, UpdateStep};
 use crate::gradients::ReducedGradients;
 use crate::params::Slot;
 use crate::placement::{intersect, offset_by};
@@ -95,7 +96,8 @@ impl DistributedOptimizer {
             rule.update(&slice(weights), step)?;
         }
         for slot in whole {
-            let matrix = ParamMatrix::new(self, index, slot, &slice(&[]), start)?;
+            let matrix =
+                ParamMatrix::new(&self.params, &self.mesh.tp, index, slot, &slice(&[]), start)?;
             rule.update_matrix(&matrix, step)?;
         }
         Ok(())

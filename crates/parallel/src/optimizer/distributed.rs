@@ -9,11 +9,13 @@ use std::sync::Arc;
 use candle_comm::Mesh;
 use candle_core::{DType, Result, Tensor, Var, bail};
 
+use super::adamw::{AdamW, AdamWConfig};
 use super::loss_scaling::{LossScaler, LossScaling};
 use super::master_weights::{master_weights, part_of_own};
+use super::optimizer::Optimizer;
+use super::param_group::ParamGroup;
 use super::rules::Rules;
 use super::state_store::{BucketState, StateStore};
-use super::{AdamW, AdamWConfig, Optimizer, ParamGroup};
 use crate::agreement::Facts;
 use crate::gradients::{Gradients, ReducedGradients, ReducedLoss, UpdateNotice};
 use crate::memory::{MemoryCategory, num_bytes};

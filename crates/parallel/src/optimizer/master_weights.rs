@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{join_master, split_master};
 use half::bf16;
 
@@ -18,24 +18,6 @@ use super::distributed::DistributedOptimizer;
 use super::state_store::BucketState;
 use crate::params::{FlatBuffer, Parameters, SaveSource, SetValues, Slot, move_storage};
 use crate::placement::{intersect, offset_by};
-
-/// Kind of state: the f32 weights that the optimizer updates, those of the model or the masters of narrower ones.
-pub(crate) const MASTER: &str = "master";
-
-/// Type of the masters of weights of type `dtype`, the first of which are those of parameter `name`: F32, or I16 for remainders, if the rules
-/// take those; `None` if the weights are f32.
-pub(super) fn master_dtype(
-    dtype: DType,
-    name: &str,
-    takes_remainders: bool,
-) -> Result<Option<DType>> {
-    match dtype {
-        DType::F32 => Ok(None),
-        DType::BF16 if takes_remainders => Ok(Some(DType::I16)),
-        DType::BF16 | DType::F16 => Ok(Some(DType::F32)),
-        dtype => bail!("parameter {name} is of type {dtype:?}; expected F32, BF16 or F16"),
-    }
-}
 
 impl DistributedOptimizer {
     /// The masters of `mine`, values of the parameter at `slot` of bucket `index` in `part` of what this rank updates of it, which must not be
@@ -164,12 +146,9 @@ impl DistributedOptimizer {
         {
             let own = part_of_own(&self.params, index, part);
             let masters = FlatBuffer::zeros(own.len(), &Device::Cpu)?;
-            for slot in &self.params.layout().buckets[index].slots {
-                let mine = intersect(&slot.range, &own);
-                if !mine.is_empty() {
-                    let values = self.masters(index, part, slot, &mine, kept)?;
-                    masters.write(mine.start - own.start, &values)?;
-                }
+            for (slot, mine) in self.params.layout().buckets[index].slots_in(&own) {
+                let values = self.masters(index, part, slot, &mine, kept)?;
+                masters.write(mine.start - own.start, &values)?;
             }
             joined.master = Some(masters.into_tensor());
         }
@@ -189,20 +168,17 @@ pub(super) fn master_weights(
     let bucket = &params.layout().buckets[index];
     let own = part_of_own(params, index, part);
     let values = FlatBuffer::zeros(own.len(), device)?;
-    for slot in &bucket.slots {
-        let mine = intersect(&slot.range, &own);
-        if !mine.is_empty() {
-            let weights = match params.unrounded(slot.param)? {
-                Some(mut values) => {
-                    let mine = offset_by(&mine, slot.range.start);
-                    values.truncate(mine.end);
-                    values.drain(..mine.start);
-                    Tensor::from_vec(values, mine.len(), device)?
-                }
-                None => params.own_weights(index, slot, &mine)?,
-            };
-            values.write(mine.start - own.start, &weights)?;
-        }
+    for (slot, mine) in bucket.slots_in(&own) {
+        let weights = match params.unrounded(slot.param)? {
+            Some(mut values) => {
+                let mine = offset_by(&mine, slot.range.start);
+                values.truncate(mine.end);
+                values.drain(..mine.start);
+                Tensor::from_vec(values, mine.len(), device)?
+            }
+            None => params.own_weights(index, slot, &mine)?,
+        };
+        values.write(mine.start - own.start, &weights)?;
     }
     let masters = values.into_tensor();
     if dtype == DType::F32 {
@@ -231,15 +207,12 @@ fn split_masters(
     let own = part_of_own(params, index, part);
     let parts = masters.to_vec1()?.into_iter().map(split_master);
     let (weights, remainders): (Vec<bf16>, Vec<i16>) = parts.unzip();
-    for slot in &bucket.slots {
-        let mine = intersect(&slot.range, &own);
-        if !mine.is_empty() {
-            let values = &weights[offset_by(&mine, own.start)];
-            let values = Tensor::new(values, device)?;
-            params
-                .own_weights(index, slot, &mine)?
-                .slice_set(&values, 0, 0)?;
-        }
+    for (slot, mine) in bucket.slots_in(&own) {
+        let values = &weights[offset_by(&mine, own.start)];
+        let values = Tensor::new(values, device)?;
+        params
+            .own_weights(index, slot, &mine)?
+            .slice_set(&values, 0, 0)?;
     }
     Tensor::from_vec(remainders, own.len(), device)
 }

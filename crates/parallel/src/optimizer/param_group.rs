@@ -2,7 +2,7 @@
 
 use candle_core::{Result, bail};
 
-use super::Optimizer;
+use super::optimizer::Optimizer;
 
 /// Parameters that are updated with other constants than the rest, or by another rule.
 pub struct ParamGroup {

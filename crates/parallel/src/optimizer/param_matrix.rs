@@ -9,9 +9,8 @@ use std::ops::Range;
 use candle_comm::ProcessGroup;
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::ParamSlice;
-use super::distributed::DistributedOptimizer;
-use crate::params::{Param, ReplicaGroups, Slot, gather_range};
+use super::optimizer::ParamSlice;
+use crate::params::{Param, Parameters, ReplicaGroups, Slot, gather_range};
 use crate::placement::{Shard, intersect, offset_by};
 
 /// One parameter of two or more dims, of which this rank updates a part. Parts are flat and in f32, of as many values each; a rank that has
@@ -35,20 +34,21 @@ pub struct ParamMatrix<'a> {
 impl<'a> ParamMatrix<'a> {
     /// That at `slot` of bucket `index`; `slice` has what this rank has of gradients, state and masters from `start` of the bucket on.
     pub(super) fn new(
-        optimizer: &'a DistributedOptimizer,
+        params: &'a Parameters,
+        tp: &'a ProcessGroup,
         index: usize,
         slot: &Slot,
         slice: &ParamSlice<'_>,
         start: usize,
     ) -> Result<Self> {
-        let (params, tp) = (&optimizer.params, &optimizer.mesh.tp);
         let (param, groups) = (params.get(slot.param), params.groups());
-        let slices = groups.slices(params.layout().buckets[index].len);
+        let bucket_len = params.layout().buckets[index].len;
+        let slices = groups.slices(bucket_len);
         let slices = slices.iter().map(|slice| intersect(slice, &slot.range));
         let slices: Vec<Range<usize>> = slices
             .map(|mine| offset_by(&mine, slot.range.start))
             .collect();
-        let mine = intersect(&optimizer.own_range(index), &slot.range);
+        let mine = intersect(&groups.own_range(bucket_len), &slot.range);
         let zero = || Tensor::zeros(1, DType::F32, slice.grad.device());
         let part = |values: &Tensor| match mine.is_empty() {
             true => zero(),

@@ -12,9 +12,9 @@ use std::ops::Range;
 
 use candle_core::{Result, bail};
 
-use super::master_weights::master_dtype;
-use super::state_store::BucketShape;
-use super::{Needs, Optimizer, ParamGroup};
+use super::optimizer::{Needs, Optimizer};
+use super::param_group::ParamGroup;
+use super::state_store::{BucketShape, master_dtype};
 use crate::params::{Bucket, Parameters, SLICE_ALIGNMENT, Slot};
 use crate::placement::{intersect, offset_by};
 

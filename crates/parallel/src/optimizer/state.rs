@@ -6,10 +6,11 @@ use std::ops::Range;
 use candle_core::{Result, Tensor, bail};
 
 use super::distributed::DistributedOptimizer;
-use super::master_weights::{MASTER, part_of_own};
-use super::state_store::BucketState;
+use super::master_weights::part_of_own;
+use super::state_store::{BucketState, MASTER};
 use crate::params::{Param, Slot};
-use crate::placement::{Run, intersect, joined, offset_by};
+use crate::placement::{intersect, joined, offset_by};
+use crate::view::{ValueRun, common};
 
 /// What a rank keeps of one kind of state for one parameter.
 #[derive(Clone, Debug, PartialEq)]
@@ -185,39 +186,39 @@ impl DistributedOptimizer {
         part: &Range<usize>,
         range: &Range<usize>,
         param: &Param,
-    ) -> Vec<Run> {
+    ) -> Vec<ValueRun> {
         let own = self.own_range(index);
         let mine = intersect(range, &part_of_own(&self.params, index, part));
         if mine.is_empty() {
             return Vec::new();
         }
-        let mine = offset_by(&mine, range.start);
-        let place = |offset: usize| range.start + offset - own.start;
-        let runs = param.runs(mine).map(|run| Run {
-            local: place(run.local.start)..place(run.local.end),
+        let first = mine.start - own.start;
+        let runs = param.view(offset_by(&mine, range.start)).runs();
+        let in_own = runs.map(|run| ValueRun {
+            local: first + run.local.start..first + run.local.end,
             ..run
         });
-        runs.collect()
+        in_own.collect()
     }
 }
 
 /// Writes to `kind`, of which `runs` tell the places, what of them is in `state`; returns the number of values.
-fn take_values(kind: &KindOfState<'_>, runs: &[Run], state: &OptimizerState) -> Result<usize> {
-    let mut num_taken = 0;
-    for run in runs {
-        let mut start = 0;
-        for range in &state.offsets {
-            let both = intersect(range, &run.global);
-            if !both.is_empty() {
-                let from = offset_by(&both, range.start);
-                let from = &state.values[start + from.start..start + from.end];
-                let to = run.local.start + both.start - run.global.start;
-                let from = Tensor::new(from, kind.values.device())?;
-                kind.part(to, both.len())?.slice_set(&from, 0, 0)?;
-                num_taken += both.len();
-            }
-            start += range.len();
+fn take_values(kind: &KindOfState<'_>, runs: &[ValueRun], state: &OptimizerState) -> Result<usize> {
+    let mut next = 0;
+    let stored = state.offsets.iter().map(|offsets| {
+        let start = next;
+        next += offsets.len();
+        ValueRun {
+            global: offsets.clone(),
+            local: start..next,
         }
+    });
+    let mut num_taken = 0;
+    for both in common(runs.iter().cloned(), stored) {
+        let from = &state.values[both.other_start..both.other_start + both.len];
+        let from = Tensor::new(from, kind.values.device())?;
+        kind.part(both.start, both.len)?.slice_set(&from, 0, 0)?;
+        num_taken += both.len;
     }
     Ok(num_taken)
 }

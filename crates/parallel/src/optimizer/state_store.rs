@@ -2,10 +2,9 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::Optimizer;
-use super::master_weights::master_dtype;
+use super::optimizer::Optimizer;
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
 use crate::offload::{Kept, OffloadPlace, OffloadStore};
 use crate::params::SLICE_ALIGNMENT;
@@ -32,10 +31,28 @@ pub(crate) struct BucketShape {
     pub is_divisible: bool,
 }
 
-/// A bucket's state for as long as an update or a look at it takes.
-pub(super) struct StateStore(Place);
+/// Kind of state: the f32 weights that the optimizer updates, those of the model or the masters of narrower ones.
+pub(crate) const MASTER: &str = "master";
 
-enum Place {
+/// Type of the masters of weights of type `dtype`, the first of which are those of parameter `name`: F32, or I16 for remainders, if the rules
+/// take those; `None` if the weights are f32.
+pub(super) fn master_dtype(
+    dtype: DType,
+    name: &str,
+    takes_remainders: bool,
+) -> Result<Option<DType>> {
+    match dtype {
+        DType::F32 => Ok(None),
+        DType::BF16 if takes_remainders => Ok(Some(DType::I16)),
+        DType::BF16 | DType::F16 => Ok(Some(DType::F32)),
+        dtype => bail!("parameter {name} is of type {dtype:?}; expected F32, BF16 or F16"),
+    }
+}
+
+/// A bucket's state for as long as an update or a look at it takes.
+pub(super) struct StateStore(StatePlace);
+
+enum StatePlace {
     Resident {
         buckets: Vec<BucketState>,
         shapes: Vec<BucketShape>,
@@ -193,7 +210,7 @@ impl StateStore {
         };
         let store = OffloadStore::new(place, kept, device, meter, tensors)?;
         Ok(Self(match store {
-            Some(store) => Place::Away {
+            Some(store) => StatePlace::Away {
                 store: Box::new(store),
                 shapes,
                 slices,
@@ -204,7 +221,7 @@ impl StateStore {
                 let buckets = buckets.collect::<Result<_>>()?;
                 let num_bytes = shapes.iter().map(BucketShape::num_bytes).sum();
                 let _held = meter.hold(MemoryCategory::Optimizer, num_bytes);
-                Place::Resident {
+                StatePlace::Resident {
                     buckets,
                     shapes,
                     _held,
@@ -216,19 +233,19 @@ impl StateStore {
     /// What there is of bucket `index`.
     pub fn shape(&self, index: usize) -> &BucketShape {
         match &self.0 {
-            Place::Resident { shapes, .. } | Place::Away { shapes, .. } => &shapes[index],
+            StatePlace::Resident { shapes, .. } | StatePlace::Away { shapes, .. } => &shapes[index],
         }
     }
 
     pub fn is_away(&self) -> bool {
-        matches!(self.0, Place::Away { .. })
+        matches!(self.0, StatePlace::Away { .. })
     }
 
     /// The parts of bucket `index` that are read or updated at a time: all at once, if nothing is away.
     pub fn parts(&self, index: usize) -> Vec<Range<usize>> {
         match &self.0 {
-            Place::Resident { shapes, .. } => vec![0..shapes[index].len],
-            Place::Away { slices, .. } => slices.parts[index].clone(),
+            StatePlace::Resident { shapes, .. } => vec![0..shapes[index].len],
+            StatePlace::Away { slices, .. } => slices.parts[index].clone(),
         }
     }
 
@@ -240,10 +257,10 @@ impl StateStore {
         mut look: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
     ) -> Result<()> {
         let (store, shapes, slices) = match &self.0 {
-            Place::Resident {
+            StatePlace::Resident {
                 buckets, shapes, ..
             } => return look(&(0..shapes[index].len), &buckets[index]),
-            Place::Away {
+            StatePlace::Away {
                 store,
                 shapes,
                 slices,
@@ -268,8 +285,8 @@ impl StateStore {
     /// Frees what [`Self::read`] left of bucket `index` in memory.
     pub fn forget(&self, index: usize) -> Result<()> {
         match &self.0 {
-            Place::Resident { .. } => Ok(()),
-            Place::Away { store, slices, .. } => {
+            StatePlace::Resident { .. } => Ok(()),
+            StatePlace::Away { store, slices, .. } => {
                 let mut items = slices.of(index, None);
                 items.try_for_each(|(item, ..)| store.forget(item))
             }
@@ -285,12 +302,12 @@ impl StateStore {
         mut update: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
     ) -> Result<()> {
         let (store, shapes, slices) = match &self.0 {
-            Place::Resident {
+            StatePlace::Resident {
                 buckets, shapes, ..
             } => {
                 return update(&(0..shapes[index].len), &buckets[index]);
             }
-            Place::Away {
+            StatePlace::Away {
                 store,
                 shapes,
                 slices,

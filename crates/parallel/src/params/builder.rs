@@ -7,8 +7,8 @@ use candle_nn::var_builder::SimpleBackend;
 use super::param::Asker;
 use super::store::{ParamRequest, ParamStore};
 use super::tiled_weight::TiledWeight;
-use crate::layers::Region;
 use crate::lora::LoraConfig;
+use crate::pass::Region;
 use crate::placement::{Gradient, Placement};
 
 /// Initial distribution of weight matrices when there is no checkpoint: N(0, 0.02²), as in Llama.

@@ -2,11 +2,13 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use candle_core::DType;
 
 use super::rank_spec::HeldParam;
 use super::tie::TieSpec;
+use crate::placement::intersect;
 
 /// Values to whose multiples each data-parallel rank's slice of a bucket is padded: 256 bytes of f32, on which kernels and
 /// copies of a GPU start best.
@@ -79,7 +81,7 @@ pub(crate) struct Slot {
     /// Index of the parameter.
     pub param: usize,
     /// Its values in the bucket.
-    pub range: std::ops::Range<usize>,
+    pub range: Range<usize>,
 }
 
 /// What the parameters of a bucket have in common; buckets are in this order.
@@ -91,6 +93,15 @@ struct Key {
     dtype: &'static str,
     is_tiled: bool,
     sharing: Sharing,
+}
+
+impl Bucket {
+    /// The parameters with values in `part` of the bucket, each with the places of these.
+    pub fn slots_in(&self, part: &Range<usize>) -> impl Iterator<Item = (&Slot, Range<usize>)> {
+        let slots = self.slots.iter();
+        let in_part = slots.map(|slot| (slot, intersect(&slot.range, part)));
+        in_part.filter(|(_, mine)| !mine.is_empty())
+    }
 }
 
 impl ParamLayout {

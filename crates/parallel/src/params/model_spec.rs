@@ -13,14 +13,12 @@ use candle_comm::{Degrees, Mesh};
 use candle_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use super::builder::ParamBuilder;
 use super::layout::ParamLayout;
 use super::param_spec::ParamSpec;
 use super::rank_spec::{HeldParam, RankSpec};
 use super::tie::TieSpec;
 use crate::agreement::Facts;
-use crate::layers::Tape;
-use crate::pipeline::Block;
+use crate::pass::Tape;
 use crate::pipeline_layout::PipelineLayout;
 
 /// Every parameter of a model, in name order, and how the model is divided: numbers and names, the same on every rank.
@@ -71,40 +69,20 @@ impl ModelSpec {
         })
     }
 
-    /// What the blocks of a model ask for that `build` makes, which gets the index of a block and the builder of its parameters. It is called
-    /// once for each block, in order, with the store of `vb`, which from then on [has no values](crate::ParamStore::without_values). Its
-    /// layers lie on a tensor-parallel group of `degrees.tp` ranks: any of them, as a [`Shard`](crate::Shard) knows the parts of all.
-    /// [`ProcessGroup::unconnected`](candle_comm::ProcessGroup::unconnected) gives one on a rank alone.
-    ///
-    /// # Errors
-    /// Degrees of 0, stages on another number of ranks, settings of ZeRO and adapters that do not fit; what `build` returns; parts that leave something
-    /// of a parameter out.
-    pub fn describe(
+    /// The model whose blocks have asked for `params` on a rank alone, and what each block says that stays in memory between its passes.
+    pub(crate) fn described(
+        mut params: Vec<ParamSpec>,
         layout: PipelineLayout,
         degrees: Degrees,
-        vb: &ParamBuilder,
-        build: impl Fn(usize, ParamBuilder) -> Result<Block>,
+        slot_alignment: usize,
+        tapes: Vec<Option<Tape>>,
     ) -> Result<Self> {
-        degrees.check()?;
-        layout.check_ranks(degrees.pp)?;
-        let store = vb.store().clone().without_values();
-        let building = store.building();
-        let num_blocks = layout.num_blocks();
-        let tapes = (0..num_blocks).map(|index| {
-            let built = build(index, vb.block(index, num_blocks));
-            let block = built.map_err(|err| err.context(format!("building block {index}")))?;
-            Ok(block.tape())
-        });
-        let tapes = tapes.collect::<Result<_>>()?;
-        drop(building);
-        let mut params = store.specs(0, &layout);
         for param in params.iter_mut().filter(|param| !param.outside.is_empty()) {
             // A program asks on every rank.
             param.outside = (0..layout.num_ranks()).collect();
         }
         params.iter_mut().for_each(|param| param.asked_by = None);
-        let model = Self::new(params, layout, degrees, store.slot_alignment())?;
-        store.check(&model, degrees.dp * degrees.cp)?;
+        let model = Self::new(params, layout, degrees, slot_alignment)?;
         Ok(Self { tapes, ..model })
     }
 
@@ -120,7 +98,7 @@ impl ModelSpec {
             1 => Ok(own),
             _ => {
                 let rank = mesh.world.rank();
-                let own = Asked { rank, params: own };
+                let own = AskedParams { rank, params: own };
                 let bytes = serde_json::to_vec(&own).map_err(Error::wrap)?;
                 let all = mesh.pp.all_gather_bytes(&bytes)?;
                 joined(all.iter().map(Vec::as_slice))
@@ -254,7 +232,7 @@ impl ModelSpec {
                 trainable: param.trainable,
                 is_tiled: param.is_tiled,
                 is_multiplied,
-                is_replicated: param.partition.is_none(),
+                replicated: param.partition.is_none().then_some(param.gradient),
                 owned,
                 shared: param.shared_ranges(tp),
             });
@@ -277,7 +255,7 @@ impl ModelSpec {
 
 /// What a rank has asked for.
 #[derive(Serialize, Deserialize)]
-struct Asked {
+struct AskedParams {
     /// World rank.
     rank: usize,
     params: Vec<ParamSpec>,
@@ -287,7 +265,7 @@ struct Asked {
 fn joined<'a>(said: impl Iterator<Item = &'a [u8]>) -> Result<Vec<ParamSpec>> {
     let mut all: BTreeMap<String, (usize, ParamSpec)> = BTreeMap::new();
     for bytes in said {
-        let Asked { rank, params } = serde_json::from_slice(bytes).map_err(Error::wrap)?;
+        let AskedParams { rank, params } = serde_json::from_slice(bytes).map_err(Error::wrap)?;
         for param in params {
             match all.get_mut(&param.name) {
                 Some((first, known)) => known.join(param, *first, rank)?,

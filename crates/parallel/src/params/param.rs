@@ -12,7 +12,8 @@ use super::pending_weights::PendingWeights;
 use super::source::Wanted;
 use super::weight_format::{Form, Packing, hold};
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
-use crate::placement::{Indices, Placement, Run, Shard};
+use crate::placement::{Indices, Placement, Shard, joined};
+use crate::view::View;
 
 /// A parameter, or the part of it that this rank holds.
 #[derive(Clone, Debug)]
@@ -248,24 +249,26 @@ impl Param {
 
     /// Indices `part` of the cut dim, which are held here, as rising ranges of row-major offsets into the local values.
     pub(crate) fn local_offsets(&self, part: &Indices) -> Vec<Range<usize>> {
-        let (dim, held) = self.held();
-        let dims = self.local_shape().dims();
-        let inner: usize = dims.iter().skip(dim + 1).product();
-        let outer: usize = dims.iter().take(dim).product();
-        let stride = held.len() * inner;
-        let of_row = |row: usize| {
-            let places = part.ranges().iter().filter_map(|range| {
-                let first = row * stride + held.place(range)? * inner;
-                Some(first..first + range.len() * inner)
-            });
-            places.collect::<Vec<_>>()
+        let own = self.view(0..self.num_values());
+        let num_values = own.len() / own.held.len().max(1) * part.len();
+        let owned = View {
+            held: part.clone(),
+            range: 0..num_values,
+            ..own.clone()
         };
-        crate::placement::joined((0..outer).flat_map(of_row))
+        let owned = own.common(&owned).into_iter();
+        joined(owned.map(|both| both.start..both.start + both.len))
     }
 
-    /// The runs of the local values at offsets `part`, in rising order.
-    pub(crate) fn runs(&self, part: Range<usize>) -> impl Iterator<Item = Run> + use<> {
+    /// The values at row-major offsets `range` of what is held here.
+    pub(crate) fn view(&self, range: Range<usize>) -> View {
         let (dim, held) = self.held();
-        held.runs(self.global_shape.dims(), dim, part)
+        View {
+            name: self.name.clone(),
+            shape: self.global_shape.dims().to_vec(),
+            dim,
+            held,
+            range,
+        }
     }
 }

@@ -1,7 +1,6 @@
 //! What a model asks for of one parameter: the same on every rank.
 
 use std::collections::BTreeSet;
-use std::ops::Range;
 
 use candle_core::{DType, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -9,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::param::{Asker, Param, asked_twice};
 use super::weight_format::Form;
 use crate::pipeline_layout::PipelineLayout;
-use crate::placement::{Gradient, Held, Indices, Partition, Placement};
+use crate::placement::{Gradient, HeldRange, Indices, Partition, Placement};
 
 /// A parameter of a model, wherever it lives: numbers and names, no values.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,17 +43,6 @@ pub struct ParamSpec {
     pub(crate) init: Option<String>,
     /// Who asked for it without saying that others do too; while that is found out.
     pub(super) asked_by: Option<Asker>,
-}
-
-/// Indices of a parameter's cut dim that several tensor-parallel ranks hold.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct SharedRange {
-    /// Consecutive indices with the same holders.
-    pub range: Range<usize>,
-    /// Whether each holder's gradient of them is a summand.
-    pub gradient: Gradient,
-    /// Ranks that hold them.
-    pub num_holders: usize,
 }
 
 impl ParamSpec {
@@ -145,12 +133,12 @@ impl ParamSpec {
     }
 
     /// Indices of [`Self::dim`] in pieces that the same ones of `tp` ranks hold, rising. The first of these ranks owns the piece.
-    pub(crate) fn pieces(&self, tp: usize) -> Vec<Held> {
+    pub(crate) fn pieces(&self, tp: usize) -> Vec<HeldRange> {
         match &self.partition {
             Some(partition) => partition.pieces(tp),
             None => {
                 let range = 0..self.shape.first().copied().unwrap_or(1);
-                let held = |range| Held {
+                let held = |range| HeldRange {
                     range,
                     ranks: (0..tp).collect(),
                 };
@@ -170,15 +158,10 @@ impl ParamSpec {
     }
 
     /// Indices of [`Self::dim`] that several of `tp` ranks hold, rising.
-    pub(crate) fn shared_ranges(&self, tp: usize) -> Vec<SharedRange> {
-        let shared = self.pieces(tp).into_iter();
-        let shared = shared.filter(|held| held.ranks.len() > 1);
-        let shared = shared.map(|held| SharedRange {
-            range: held.range,
-            gradient: self.gradient,
-            num_holders: held.ranks.len(),
-        });
-        shared.collect()
+    pub(crate) fn shared_ranges(&self, tp: usize) -> Vec<HeldRange> {
+        let mut shared = self.pieces(tp);
+        shared.retain(|held| held.ranks.len() > 1);
+        shared
     }
 
     /// Adds what another rank of the pipeline says of it, which must be the same: this is what rank `first` says, the other what rank `second` does.

@@ -9,26 +9,27 @@ use candle_core::{Result, Tensor};
 
 use super::allowance::Allowance;
 use super::changes::{Changes, SaveSource};
-use super::data_parallel::{DataParallel, ReplicaGroups};
 use super::layout::{ParamLayout, Slot};
 use super::model_spec::ModelSpec;
 use super::packed_weights::PackedWeights;
 use super::param::Param;
-use super::param_spec::{ParamSpec, SharedRange};
+use super::param_spec::ParamSpec;
 use super::pending_weights::PendingWeights;
 use super::rank_spec::RankSpec;
+use super::replica_groups::ReplicaGroups;
 use super::set_weights::SetWeights;
 use super::sharded_weights::ShardedWeights;
 use super::slices::gather_range;
 use super::source::Source;
 use super::tie::Tie;
 use crate::agreement::Facts;
+use crate::data_parallel::DataParallel;
 use crate::files::Checkpoint;
 use crate::lora::LoraConfig;
 use crate::memory::{MemoryGuard, MemoryMeter};
 use crate::offload::{Lane, Offload, OffloadPlace, Stored, WaitingStore};
 use crate::pipeline_layout::PipelineLayout;
-use crate::placement::{intersect, offset_by};
+use crate::placement::{HeldRange, intersect, offset_by};
 
 /// All parameters of a model, in name order; immutable but for their values.
 #[derive(Clone)]
@@ -128,7 +129,7 @@ impl Parameters {
             let used = model.params().iter().map(|param| param.name.as_str());
             allowance.check_all_used(checkpoint, &used.collect())?;
         }
-        let ties = Tie::connect(&model, &own.ties, mesh)?;
+        let ties = Tie::connect(&model.tied_stages(), layout, &own.ties, mesh)?;
         let owned = params.iter().zip(&own.params).map(|(param, held)| {
             // What is packed is never written as it is held.
             match held.owned.is_empty() || param.packing.is_some() {
@@ -262,7 +263,7 @@ impl Parameters {
     }
 
     /// The parts of parameter `index` that several tensor-parallel ranks hold, this one perhaps not among them.
-    pub(crate) fn shared_ranges(&self, index: usize) -> &[SharedRange] {
+    pub(crate) fn shared_ranges(&self, index: usize) -> &[HeldRange] {
         &self.inner.own.params[index].shared
     }
 
@@ -566,5 +567,23 @@ impl Parameters {
                 )
             })
             .collect()
+    }
+
+    /// The parameter, not one of `own`, whose values a computation misses that fails for want of values: `fails` does it again, and
+    /// tells whether it fails in the same way. To find out, values are put in place that mean nothing.
+    pub(crate) fn missed(&self, own: &[usize], fails: impl Fn() -> bool) -> Option<&Param> {
+        let absent = self.iter().enumerate();
+        let absent = absent.filter(|(index, param)| !own.contains(index) && !param.is_present());
+        let absent: Vec<&Param> = absent.map(|(_, param)| param).collect();
+        let missed = absent.iter().find(|param| {
+            let zeros = Tensor::zeros(param.local_shape(), param.dtype(), param.device());
+            zeros.and_then(|zeros| param.refill(&zeros)).is_ok() && !fails()
+        });
+        for param in &absent {
+            if param.release().is_err() {
+                tracing::warn!("parameter {} could not be released again", param.name);
+            }
+        }
+        missed.copied()
     }
 }

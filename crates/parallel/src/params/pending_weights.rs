@@ -15,11 +15,11 @@ use crate::placement::{intersect, offset_by};
 /// All are under way from the update on: whether and when a rank waits for one concerns no other rank. Weights in f32 pass through
 /// the buffers of whole gradients, which hold nothing then; others, and those of ZeRO-2, exist twice until they are waited for.
 #[derive(Debug, Default)]
-pub(crate) struct PendingWeights(Mutex<VecDeque<Gather>>);
+pub(crate) struct PendingWeights(Mutex<VecDeque<BucketGather>>);
 
 /// One bucket's weights on their way from the data-parallel ranks.
 #[derive(Debug)]
-struct Gather {
+struct BucketGather {
     block: usize,
     own: Range<usize>,
     weights: Vec<(Var, Range<usize>)>,
@@ -43,7 +43,7 @@ pub(crate) struct BucketWeights {
 
 impl BucketWeights {
     /// Starts to gather what the ranks of `dp` have.
-    fn start(self, dp: &ProcessGroup) -> Result<Gather> {
+    fn start(self, dp: &ProcessGroup) -> Result<BucketGather> {
         for (var, range) in &self.weights {
             let mine = intersect(range, &self.own);
             if !mine.is_empty() {
@@ -51,7 +51,7 @@ impl BucketWeights {
                 self.whole.slice_set(&values, 0, mine.start)?;
             }
         }
-        Ok(Gather {
+        Ok(BucketGather {
             block: self.block,
             whole: dp.start_all_gather_in_place(&self.whole)?,
             own: self.own,
@@ -61,7 +61,7 @@ impl BucketWeights {
     }
 }
 
-impl Gather {
+impl BucketGather {
     fn finish(self) -> Result<()> {
         let whole = self.whole.wait()?;
         let len = whole.elem_count();
@@ -106,20 +106,20 @@ impl PendingWeights {
     pub fn wait_for_all_but(&self, num_left: usize) -> Result<()> {
         let mut queue = self.lock();
         while queue.len() > num_left {
-            queue.pop_front().map_or(Ok(()), Gather::finish)?;
+            queue.pop_front().map_or(Ok(()), BucketGather::finish)?;
         }
         Ok(())
     }
 
-    fn wait_while(&self, is_needed: impl Fn(&Gather) -> bool) -> Result<()> {
+    fn wait_while(&self, is_needed: impl Fn(&BucketGather) -> bool) -> Result<()> {
         let mut queue = self.lock();
         while queue.front().is_some_and(&is_needed) {
-            queue.pop_front().map_or(Ok(()), Gather::finish)?;
+            queue.pop_front().map_or(Ok(()), BucketGather::finish)?;
         }
         Ok(())
     }
 
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Gather>> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<BucketGather>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

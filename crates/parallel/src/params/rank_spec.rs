@@ -6,9 +6,8 @@ use candle_core::{DType, Result, bail};
 
 use super::layout::{ParamLayout, Sharing};
 use super::param::Param;
-use super::param_spec::SharedRange;
 use super::tie::TieSpec;
-use crate::placement::Indices;
+use crate::placement::{Gradient, HeldRange, Indices};
 
 /// What one rank holds of a model: numbers, no values.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,11 +48,12 @@ pub struct HeldParam {
     pub(crate) is_tiled: bool,
     /// Whether linear layers of this rank multiply with it as it is held.
     pub(crate) is_multiplied: bool,
-    pub(crate) is_replicated: bool,
+    /// What a rank's gradient is, if every tensor-parallel rank has the whole parameter.
+    pub(crate) replicated: Option<Gradient>,
     /// Indices of its cut dim that this rank owns: over a data-parallel replica, each is owned by exactly one rank.
     pub(crate) owned: Indices,
     /// The parts that several tensor-parallel ranks hold, this one perhaps not among them.
-    pub(crate) shared: Vec<SharedRange>,
+    pub(crate) shared: Vec<HeldRange>,
 }
 
 impl RankSpec {
@@ -136,7 +136,7 @@ impl HeldParam {
 
     /// What other tensor-parallel ranks hold of it.
     pub(super) fn sharing(&self) -> Sharing {
-        match (self.shared.is_empty(), self.is_replicated) {
+        match (self.shared.is_empty(), self.replicated.is_some()) {
             (true, _) => Sharing::None,
             (false, true) => Sharing::Copies,
             (false, false) => Sharing::Overlapping,

@@ -12,7 +12,6 @@ use candle_core::{
 };
 
 use super::param::Param;
-use super::parameters::Parameters;
 
 /// Type of the empty storage that stands for released values: no operation takes it, so a read is an error of candle's.
 const RELEASED: DType = DType::F4;
@@ -103,26 +102,6 @@ pub(crate) fn is_about_released(error: &Error) -> bool {
     }
     let mut words = message.split(|letter: char| !letter.is_alphanumeric());
     words.any(|word| word == format!("{RELEASED:?}"))
-}
-
-impl Parameters {
-    /// The parameter, not one of `own`, whose values a computation misses that fails for want of values: `fails` does it again, and
-    /// tells whether it fails in the same way. To find out, values are put in place that mean nothing.
-    pub(crate) fn missed(&self, own: &[usize], fails: impl Fn() -> bool) -> Option<&Param> {
-        let absent = self.iter().enumerate();
-        let absent = absent.filter(|(index, param)| !own.contains(index) && !param.is_present());
-        let absent: Vec<&Param> = absent.map(|(_, param)| param).collect();
-        let missed = absent.iter().find(|param| {
-            let zeros = Tensor::zeros(param.local_shape(), param.dtype(), param.device());
-            zeros.and_then(|zeros| param.refill(&zeros)).is_ok() && !fails()
-        });
-        for param in &absent {
-            if param.release().is_err() {
-                tracing::warn!("parameter {} could not be released again", param.name);
-            }
-        }
-        missed.copied()
-    }
 }
 
 /// Gives `to`, and all tensors that share its storage, the storage of `from`, which has its type and device and cannot be read any more.

@@ -9,7 +9,6 @@ use candle_core::{Result, Tensor, bail};
 use super::parameters::Parameters;
 use crate::agreement::Comparison;
 use crate::checksums::{Checksums, Shared};
-use crate::placement::intersect;
 
 impl Parameters {
     /// An error on every rank of the mesh that names the first parameter of which two tensor-parallel ranks hold different copies;
@@ -62,13 +61,10 @@ impl Parameters {
         let mut sums = Checksums::default();
         for (index, bucket) in self.layout().buckets.iter().enumerate() {
             let own = groups.own_range(bucket.len);
-            for slot in &bucket.slots {
+            for (slot, mine) in bucket.slots_in(&own) {
                 let param = self.get(slot.param);
-                let mine = intersect(&slot.range, &own);
-                if !mine.is_empty() {
-                    let values = self.own_weights(index, slot, &mine)?;
-                    sums.add(Shared::Replica(param.name.clone()), 0, &values)?;
-                }
+                let values = self.own_weights(index, slot, &mine)?;
+                sums.add(Shared::Replica(param.name.clone()), 0, &values)?;
             }
         }
         let place = [mesh.pp.rank(), mesh.tp.rank(), groups.shard.rank()];

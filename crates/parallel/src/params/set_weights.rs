@@ -20,13 +20,13 @@ use crate::placement::{intersect, offset_by};
 /// Weights that a program has set, and the optimizers that update them, of one store: several models may share its parameters.
 #[derive(Default)]
 pub(super) struct SetWeights {
-    state: Mutex<State>,
+    state: Mutex<SetState>,
     /// How often weights were written in a way that is known.
     num_writes: AtomicU64,
 }
 
 #[derive(Default)]
-struct State {
+struct SetState {
     /// By parameter, what was set and an optimizer's masters do not have yet.
     ahead_of_masters: BTreeMap<String, SetValues>,
     /// By parameter, a hash of the values that were set since the last update.
@@ -70,7 +70,7 @@ impl SetWeights {
         self.lock().ahead_of_masters.remove(name);
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, SetState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -9,9 +9,9 @@ use candle_comm::{Pending, ProcessGroup};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use candle_ops::{QuantizedType, quantize_rows};
 
-use super::data_parallel::ReplicaGroups;
 use super::layout::{Bucket, ParamLayout, Sharing, Slot};
 use super::param::Param;
+use super::replica_groups::ReplicaGroups;
 use super::slices::{GatheredRange, OwnPart, start_gather_range, unpacked};
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter, num_bytes};
 use crate::offload::{Fetched, Kept, OffloadPlace, OffloadStore};
@@ -38,10 +38,10 @@ pub(crate) struct ShardedWeights {
 /// A weight that comes tile by tile.
 struct Tiled {
     bucket: usize,
-    tiles: Vec<Tile>,
+    tiles: Vec<WeightTile>,
 }
 
-struct Tile {
+struct WeightTile {
     rows: Range<usize>,
     /// Its values in the bucket.
     values: Range<usize>,
@@ -96,13 +96,10 @@ impl ShardedWeights {
         let slice = |bucket: &Bucket| {
             let own = groups.own_range(bucket.len);
             let slice = Tensor::zeros(own.len(), bucket.dtype, device)?;
-            for slot in &bucket.slots {
-                let mine = intersect(&slot.range, &own);
-                if !mine.is_empty() {
-                    let values = values(&params[slot.param])?.flatten_all()?;
-                    let values = values.narrow(0, mine.start - slot.range.start, mine.len())?;
-                    slice.slice_set(&values, 0, mine.start - own.start)?;
-                }
+            for (slot, mine) in bucket.slots_in(&own) {
+                let values = values(&params[slot.param])?.flatten_all()?;
+                let values = values.narrow(0, mine.start - slot.range.start, mine.len())?;
+                slice.slice_set(&values, 0, mine.start - own.start)?;
             }
             Ok::<_, Error>(slice)
         };
@@ -157,7 +154,7 @@ impl ShardedWeights {
                         let values = start + rows.start * width..start + rows.end * width;
                         let mine = intersect(&values, &own);
                         let away = away.as_ref().filter(|_| !mine.is_empty());
-                        Tile {
+                        WeightTile {
                             away: away.map(|away| away.view(index, offset_by(&mine, own.start))),
                             rows,
                             values,

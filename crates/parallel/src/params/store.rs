@@ -10,7 +10,6 @@ use candle_nn::Init;
 
 use super::allowance::Allowance;
 use super::builder::ParamBuilder;
-use super::data_parallel::{DataParallel, ZeroStage};
 use super::model_spec::ModelSpec;
 use super::packed_weights::{KeptWeight, PackWeights, PackedWeights};
 use super::param::{Asker, Param, asked_twice};
@@ -24,6 +23,7 @@ use super::source::{BaseSource, LoraSource, Source, Wanted};
 use super::tiled_weight::TiledWeight;
 use super::weight_format::{Packing, WeightFormat, hold};
 use crate::agreement::Facts;
+use crate::data_parallel::{DataParallel, ZeroStage};
 use crate::files::Checkpoint;
 use crate::lora::{Adapter, LoraConfig};
 use crate::offload::Offload;
@@ -503,7 +503,7 @@ impl ParamStore {
     }
 
     /// What has been asked for on rank `pp_rank` of a pipeline, in name order.
-    pub(super) fn specs(&self, pp_rank: usize, layout: &PipelineLayout) -> Vec<ParamSpec> {
+    pub(crate) fn specs(&self, pp_rank: usize, layout: &PipelineLayout) -> Vec<ParamSpec> {
         let state = self.lock();
         let spec = |param: &Param| {
             let is_drawn = self.source.is_drawn(&param.wanted());
@@ -513,12 +513,12 @@ impl ParamStore {
     }
 
     /// The multiple of values at which a parameter begins in flat buffers.
-    pub(super) fn slot_alignment(&self) -> usize {
+    pub(crate) fn slot_alignment(&self) -> usize {
         self.lock().replicas.slot_alignment()
     }
 
     /// An error if what the store was told does not fit a model that asked for this, on so many replicas.
-    pub(super) fn check(&self, model: &ModelSpec, num_replicas: usize) -> Result<()> {
+    pub(crate) fn check(&self, model: &ModelSpec, num_replicas: usize) -> Result<()> {
         let state = self.lock();
         state.replicas.validate(num_replicas)?;
         model.check_adapters(self.source.lora.as_ref(), &state.linears)

@@ -7,7 +7,6 @@ use candle_comm::{Mesh, ProcessGroup, ReduceOp};
 use candle_core::{Result, Tensor};
 
 use super::flat_buffer::FlatBuffer;
-use super::model_spec::ModelSpec;
 use crate::pipeline_layout::PipelineLayout;
 
 /// Parameters that the same stages use, a rank's among them.
@@ -60,13 +59,18 @@ pub(crate) struct Tie {
 }
 
 impl Tie {
-    /// The ties of this rank, whose numbers are `own`. Every rank splits the pipeline group once for each set of stages that share
-    /// parameters, in the same order.
-    pub(super) fn connect(model: &ModelSpec, own: &[TieSpec], mesh: &Mesh) -> Result<Vec<Self>> {
+    /// The ties of this rank, whose numbers are `own`. Every rank splits the pipeline group once for each of `tied_stages`, the sets of
+    /// stages that share parameters, in the same order.
+    pub(super) fn connect(
+        tied_stages: &BTreeSet<BTreeSet<usize>>,
+        layout: &PipelineLayout,
+        own: &[TieSpec],
+        mesh: &Mesh,
+    ) -> Result<Vec<Self>> {
         let (pp_rank, mut own) = (mesh.pp.rank(), own.iter());
         let mut ties = Vec::new();
-        for stages in model.tied_stages() {
-            let is_member = members(&stages, model.layout()).contains(&pp_rank);
+        for stages in tied_stages {
+            let is_member = members(stages, layout).contains(&pp_rank);
             let color = if is_member { 0 } else { 1 + pp_rank };
             let group = mesh.pp.split(color, pp_rank)?;
             if is_member {

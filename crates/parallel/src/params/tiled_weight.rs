@@ -105,6 +105,13 @@ impl TiledWeight {
         packing.map_or(self.whole.dtype(), Packing::dtype)
     }
 
+    /// Bytes of a row of the weight's input and of its output, in the type that a layer computes with.
+    pub(crate) fn row_bytes(&self) -> (usize, usize) {
+        let value = self.dtype().size_in_bytes();
+        let (rows, columns) = self.dims2().unwrap_or_default();
+        (value * columns, value * rows)
+    }
+
     /// Whether it comes tile by tile, from the replicas that divide it, from where it is offloaded to, or out of the form in which it is held.
     pub fn is_tiled(&self) -> bool {
         self.tiled().is_some() || self.packing.is_some()

@@ -6,9 +6,9 @@ use candle_comm::ProcessGroup;
 use candle_core::{Device, Result, Tensor, bail};
 use candle_ops::{AttentionRows, Runs};
 
+use super::context_rows::ContextRows;
 use super::pass::Pass;
 use super::pass_report::ContextRank;
-use crate::context_parallel::ContextRows;
 
 /// A micro-batch whose rows are divided over context-parallel ranks: every document as [`Runs::cut`] cuts it.
 #[derive(Debug)]

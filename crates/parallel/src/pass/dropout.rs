@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use twox_hash::XxHash64;
 
 use super::pass::Pass;
-use crate::layers::Region;
+use super::region::Region;
 use crate::placement::{Indices, Shard};
 
 /// The sequences of a micro-batch, each as a number.
@@ -143,14 +143,14 @@ impl Dropout {
 }
 
 /// Which part this rank has of a tensor (samples, ..).
-pub(super) enum Place<'a> {
+pub(super) enum MaskPlace<'a> {
     /// The rank's rows outside of this region.
     Outside(&'a Region),
     /// Inside of a region, of all rows this part of one dim.
     Inside(&'a Shard),
 }
 
-impl Place<'_> {
+impl MaskPlace<'_> {
     /// What `xs` is to be multiplied with if each value is dropped with this probability by what is called `name`; `None`: nothing is dropped in
     /// this pass.
     pub fn mask(

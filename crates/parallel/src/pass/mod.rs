@@ -1,5 +1,7 @@
-//! What a pass of a micro-batch through a model asks, and what it gives back: gradients of weights and losses.
+//! What a pass of a micro-batch through a model asks, what stays of it until the backward pass, and what it gives back: gradients of weights and
+//! losses.
 
+mod context_rows;
 mod cut;
 mod dropout;
 mod gradient_sink;
@@ -8,9 +10,14 @@ mod loss;
 #[expect(clippy::module_inception, reason = "the pass among its parts")]
 mod pass;
 mod pass_report;
+mod recompute;
+mod region;
+mod region_watch;
 mod reports;
+mod tape;
 mod weight_jobs;
 
+pub(crate) use context_rows::ContextRows;
 pub(crate) use dropout::Dropout;
 pub use gradient_sink::{GradientSink, WeightGrad, WeightHalf};
 pub use key_value_cache::KeyValueCache;
@@ -18,5 +25,10 @@ pub use loss::Loss;
 pub use pass::Pass;
 pub(crate) use pass_report::{ComputeTimer, Occupation};
 pub use pass_report::{ContextRank, PassReport, PipelineRank};
+pub use recompute::Recompute;
+pub(crate) use recompute::{check_repeats, fingerprint};
+pub use region::Region;
+pub(crate) use region_watch::{SeenRegions, is_each_the_whole, note_entered, note_sum, watched};
 pub(crate) use reports::Reported;
+pub use tape::Tape;
 pub(crate) use weight_jobs::{Early, InputHalf, WeightJobs};

@@ -8,10 +8,11 @@ use candle_core::{Result, Tensor, bail};
 use candle_ops::{AttentionRows, DocumentStarts, IGNORE_INDEX, Runs};
 
 use super::cut::Cut;
-use super::dropout::{Place, SequenceKeys};
+use super::dropout::{MaskPlace, SequenceKeys};
 use super::key_value_cache::KeyValueCache;
+use super::region::Region;
+use super::region_watch::note_entered;
 use super::reports::{Reported, Reports};
-use crate::layers::{Region, note_entered};
 use crate::placement::Shard;
 
 /// A pass of a micro-batch, as every block sees it: what goes in, the targets, and what the pass is for. Clones are cheap.
@@ -372,7 +373,7 @@ impl Pass {
         name: &str,
         region: impl Into<Region>,
     ) -> Result<Tensor> {
-        self.dropped(xs, probability, name, &Place::Outside(&region.into()))
+        self.dropped(xs, probability, name, &MaskPlace::Outside(&region.into()))
     }
 
     /// [`Self::dropout`] inside of a tensor-parallel region: `xs` has all rows, and of one dim the part `shard`: `shard.along(2)` of the features
@@ -387,7 +388,7 @@ impl Pass {
         name: &str,
         shard: &Shard,
     ) -> Result<Tensor> {
-        self.dropped(xs, probability, name, &Place::Inside(shard))
+        self.dropped(xs, probability, name, &MaskPlace::Inside(shard))
     }
 
     fn dropped(
@@ -395,12 +396,12 @@ impl Pass {
         xs: &Tensor,
         probability: f64,
         name: &str,
-        place: &Place<'_>,
+        place: &MaskPlace<'_>,
     ) -> Result<Tensor> {
         if !(0.0..1.0).contains(&probability) {
             bail!("dropout {name}: the probability is {probability}; expected 0 <= p < 1");
         }
-        if let Place::Outside(region) = place
+        if let MaskPlace::Outside(region) = place
             && !region.divides_rows()
         {
             note_entered(xs, region.tp())?;

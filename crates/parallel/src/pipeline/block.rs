@@ -2,11 +2,14 @@
 
 use std::any::Any;
 
+use candle_comm::Degrees;
 use candle_core::{Error, Result, Tensor};
 
 use super::plain::{PlainBlock, PlainHead, PlainLayer, PlainLoss};
-use crate::layers::{Head, Layer, Tape};
-use crate::pass::{GradientSink, Pass};
+use crate::layers::{Head, Layer};
+use crate::params::{ModelSpec, ParamBuilder};
+use crate::pass::{GradientSink, Pass, Tape};
+use crate::pipeline_layout::PipelineLayout;
 
 /// A part of a model between two borders of the tape: an embedding, a decoder layer, a head with its loss.
 ///
@@ -51,6 +54,40 @@ impl Block {
             is_of_rows: true,
             ..self
         }
+    }
+}
+
+impl ModelSpec {
+    /// What the blocks of a model ask for that `build` makes, which gets the index of a block and the builder of its parameters. It is called
+    /// once for each block, in order, with the store of `vb`, which from then on [has no values](crate::ParamStore::without_values). Its
+    /// layers lie on a tensor-parallel group of `degrees.tp` ranks: any of them, as a [`Shard`](crate::Shard) knows the parts of all.
+    /// [`ProcessGroup::unconnected`](candle_comm::ProcessGroup::unconnected) gives one on a rank alone.
+    ///
+    /// # Errors
+    /// Degrees of 0, stages on another number of ranks, settings of ZeRO and adapters that do not fit; what `build` returns; parts that leave something
+    /// of a parameter out.
+    pub fn describe(
+        layout: PipelineLayout,
+        degrees: Degrees,
+        vb: &ParamBuilder,
+        build: impl Fn(usize, ParamBuilder) -> Result<Block>,
+    ) -> Result<Self> {
+        degrees.check()?;
+        layout.check_ranks(degrees.pp)?;
+        let store = vb.store().clone().without_values();
+        let building = store.building();
+        let num_blocks = layout.num_blocks();
+        let tapes = (0..num_blocks).map(|index| {
+            let built = build(index, vb.block(index, num_blocks));
+            let block = built.map_err(|err| err.context(format!("building block {index}")))?;
+            Ok(block.tape())
+        });
+        let tapes = tapes.collect::<Result<_>>()?;
+        drop(building);
+        let params = store.specs(0, &layout);
+        let model = Self::described(params, layout, degrees, store.slot_alignment(), tapes)?;
+        store.check(&model, degrees.dp * degrees.cp)?;
+        Ok(model)
     }
 }
 

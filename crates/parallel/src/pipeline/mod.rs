@@ -11,7 +11,6 @@ mod model_part;
 #[expect(clippy::module_inception, reason = "the pipeline among its parts")]
 mod pipeline;
 mod plain;
-mod recompute;
 mod stage_block;
 mod units;
 mod weight_check;
@@ -22,4 +21,3 @@ pub use eval_sums::EvalSums;
 pub use model_part::ModelPart;
 pub use pipeline::Pipeline;
 pub use plain::{PlainBlock, PlainHead};
-pub use recompute::Recompute;

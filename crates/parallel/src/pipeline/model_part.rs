@@ -9,15 +9,16 @@ use twox_hash::XxHash64;
 use super::block::{Block, Link, plain_head};
 use super::border::{Borders, packed};
 use super::plain::PlainHead;
-use super::recompute::Recompute;
-use super::stage_block::{Saved, StageBlock};
+use super::stage_block::{SavedBlock, StageBlock};
 use crate::agreement::Facts;
 use crate::checksums::Shared;
 use crate::gradients::Gradients;
-use crate::layers::{Head, Region, SeenRegions, watched};
+use crate::layers::Head;
 use crate::offload::Stored;
 use crate::params::{ParamBuilder, Parameters, is_about_released};
-use crate::pass::{Early, InputHalf, Loss, Pass, WeightJobs};
+use crate::pass::{
+    Early, InputHalf, Loss, Pass, Recompute, Region, SeenRegions, WeightJobs, watched,
+};
 use crate::pipeline_layout::PipelineLayout;
 use crate::schedule::Instruction;
 
@@ -66,8 +67,8 @@ struct Stage {
 /// What the backward pass of a unit needs: what each block of the stage has kept.
 ///
 /// The tape carries gradients from one block to the one before it and drops what a block has kept when it is done.
-pub(super) struct Tape {
-    saved: Vec<Saved>,
+pub(super) struct StageTape {
+    saved: Vec<SavedBlock>,
     pass: Pass,
 }
 
@@ -364,7 +365,7 @@ impl ModelPart {
         pass: Pass,
         after: Option<usize>,
         gradients: &mut Gradients,
-    ) -> Result<(Option<Tensor>, Tape)> {
+    ) -> Result<(Option<Tensor>, StageTape)> {
         let stage = self.stage(stage)?;
         let mut saved = Vec::with_capacity(stage.blocks.len());
         let mut xs = Some(match &input {
@@ -406,7 +407,7 @@ impl ModelPart {
             saved.push(kept.put_away(&self.params, stored)?);
             self.params.meter().count_activations(&self.device)?;
         }
-        Ok((xs, Tape { saved, pass }))
+        Ok((xs, StageTape { saved, pass }))
     }
 
     /// Whether what leaves a block in a pass is what all tensor-parallel ranks share: (b, t, hidden), or the loss. A model
@@ -529,7 +530,7 @@ impl ModelPart {
     pub(super) fn backward(
         &self,
         stage: usize,
-        tape: Tape,
+        tape: StageTape,
         upstream: Option<Tensor>,
         after: Option<usize>,
         gradients: &mut Gradients,
@@ -544,12 +545,12 @@ impl ModelPart {
         };
         for (position, saved) in tape.saved.into_iter().enumerate().rev() {
             let (block, saved) = (&stage.blocks[position], saved.get()?);
-            if let Saved::Frozen = saved {
+            if let SavedBlock::Frozen = saved {
                 grad.input = None;
                 return Ok(grad);
             }
             let of_head = match (&saved, block.is_head()) {
-                (Saved::Input { xs, .. }, true) => Some(xs.get()?),
+                (SavedBlock::Input { xs, .. }, true) => Some(xs.get()?),
                 _ => None,
             };
             let upstream = grad.input.take();

@@ -7,11 +7,12 @@ use candle_core::{Result, Tensor, TensorId, bail};
 
 use super::block::{Block, Link};
 use super::plain::CUTTING;
-use super::recompute::{Recompute, check_repeats, fingerprint};
 use crate::gradients::Gradients;
 use crate::offload::{Lane, Stored};
 use crate::params::Parameters;
-use crate::pass::{GradientSink, Loss, Pass, WeightGrad, WeightHalf};
+use crate::pass::{
+    GradientSink, Loss, Pass, Recompute, WeightGrad, WeightHalf, check_repeats, fingerprint,
+};
 
 /// A block of a stage.
 pub(super) struct StageBlock {
@@ -27,7 +28,7 @@ pub(super) struct StageBlock {
 }
 
 /// What a block keeps for its backward pass.
-pub(super) enum Saved {
+pub(super) enum SavedBlock {
     /// Nothing at or before this block is trained; the backward pass ends after it.
     Frozen,
     /// What its layer asked to keep.
@@ -40,7 +41,7 @@ pub(super) enum Saved {
     },
 }
 
-impl Saved {
+impl SavedBlock {
     /// An input away until the backward pass, if activations are: `stored`, if that is it already.
     pub fn put_away(self, params: &Parameters, stored: Option<Stored>) -> Result<Self> {
         Ok(match (self, stored) {
@@ -94,7 +95,7 @@ impl StageBlock {
         xs: &Tensor,
         pass: &Pass,
         gradients: &Gradients,
-    ) -> Result<(Option<Tensor>, Saved)> {
+    ) -> Result<(Option<Tensor>, SavedBlock)> {
         let Link::Layer(layer) = &self.block.link else {
             return self.forward(xs, pass);
         };
@@ -111,12 +112,12 @@ impl StageBlock {
                 gradients.index_of(&weight)?;
             }
         }
-        Ok((Some(layer.infer(xs, pass)?), Saved::Frozen))
+        Ok((Some(layer.infer(xs, pass)?), SavedBlock::Frozen))
     }
 
     /// The output, which a head has none of, and what the tape keeps.
-    pub fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Option<Tensor>, Saved)> {
-        let input = |fingerprint| Saved::Input {
+    pub fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Option<Tensor>, SavedBlock)> {
+        let input = |fingerprint| SavedBlock::Input {
             xs: Stored::Here(xs.clone()),
             fingerprint,
         };
@@ -126,7 +127,7 @@ impl StageBlock {
         };
         let (output, saved) = layer.forward(xs, &pass.of_block(self.index))?;
         if self.recompute != Recompute::Full {
-            return Ok((Some(output), Saved::Kept(saved)));
+            return Ok((Some(output), SavedBlock::Kept(saved)));
         }
         drop(saved);
         // On a GPU, where it would wait, only until it was equal once.
@@ -139,7 +140,7 @@ impl StageBlock {
     /// `params`, those of the rank, go to `gradients`.
     pub fn backward(
         &self,
-        saved: Saved,
+        saved: SavedBlock,
         dy: Option<Tensor>,
         pass: &Pass,
         params: &Parameters,
@@ -151,7 +152,7 @@ impl StageBlock {
             put: Vec::new(),
         };
         let results = match (&self.block.link, saved) {
-            (Link::Head(head), Saved::Input { xs, .. }) => {
+            (Link::Head(head), SavedBlock::Input { xs, .. }) => {
                 let (loss, dx) = head.loss(&xs.get()?, pass, &mut gradients)?;
                 (dx, Some(loss.checked()?))
             }
@@ -160,9 +161,9 @@ impl StageBlock {
                     bail!("the block got no gradient from the block after it")
                 };
                 let saved = match saved {
-                    Saved::Frozen => return Ok((None, None)),
-                    Saved::Kept(saved) => saved,
-                    Saved::Input { xs, fingerprint } => {
+                    SavedBlock::Frozen => return Ok((None, None)),
+                    SavedBlock::Kept(saved) => saved,
+                    SavedBlock::Input { xs, fingerprint } => {
                         let (output, saved) = layer.forward(&xs.get()?, &pass.again())?;
                         if let Some(fingerprint) = fingerprint {
                             check_repeats(fingerprint, &output)?;
@@ -174,7 +175,7 @@ impl StageBlock {
                 let dx = layer.backward(saved, &dy, pass, &mut gradients)?;
                 (dx, None)
             }
-            (Link::Head(_), Saved::Kept(_) | Saved::Frozen) => {
+            (Link::Head(_), SavedBlock::Kept(_) | SavedBlock::Frozen) => {
                 bail!("a head was given what a layer has kept")
             }
         };

@@ -7,7 +7,7 @@ use candle_comm::trace::{PassKind, SpanKind};
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::channels::{Channels, Sends};
-use super::model_part::{BackwardHalf, ModelPart, StageJobs, Tape};
+use super::model_part::{BackwardHalf, ModelPart, StageJobs, StageTape};
 use super::pipeline::{BACKWARD, FORWARD, Pipeline};
 use crate::gradients::Gradients;
 use crate::memory::{MemoryCategory, MemoryGuard};
@@ -28,7 +28,7 @@ pub(super) struct Units<'a> {
     sends: Sends,
     /// What a stage of this rank gave: for another one of this rank, or until it is sent.
     given: HashMap<(Unit, Message), Stored>,
-    tapes: HashMap<Unit, Tape>,
+    tapes: HashMap<Unit, StageTape>,
     jobs: HashMap<Unit, StageJobs>,
     /// Of the last stage, by micro-batch.
     losses: Vec<Option<Loss>>,

@@ -25,7 +25,7 @@ const MAX_UNITS: usize = 1 << 21;
 
 /// What an end of a channel was asked to do: to send or to receive what a unit needs.
 #[derive(Clone, Copy)]
-struct Asked {
+struct Posted {
     unit: Unit,
     what: Message,
     is_recv: bool,
@@ -347,7 +347,7 @@ impl Plan {
             .collect();
         let mut next = vec![0; num_ranks];
         // Of each end of a channel, in the order in which it was asked.
-        let mut queues: HashMap<(usize, C), VecDeque<Asked>> = HashMap::new();
+        let mut queues: HashMap<(usize, C), VecDeque<Posted>> = HashMap::new();
         let mut here: HashSet<(Unit, Message)> = HashSet::new();
         loop {
             let mut has_moved = false;
@@ -356,13 +356,13 @@ impl Plan {
                     let unit = instruction.unit();
                     let asked = match instruction {
                         Instruction::Send(_, what) => {
-                            Self::receiver(layout, unit, what).map(|unit| Asked {
+                            Self::receiver(layout, unit, what).map(|unit| Posted {
                                 unit,
                                 what,
                                 is_recv: false,
                             })
                         }
-                        Instruction::Recv(_, what) => Some(Asked {
+                        Instruction::Recv(_, what) => Some(Posted {
                             unit,
                             what,
                             is_recv: true,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use candle_comm::message_of;
+use candle_comm::{message_of, start_threads};
 use candle_core::{DType, Error, Result, bail};
 use candle_parallel::Adapter;
 use candle_parallel::checkpoint::{
@@ -395,6 +395,7 @@ impl GgufExport {
         let mut out = WholeFile::create(&self.output).map_err(|err| cannot(&err))?;
         let done = move || num_written_bytes.load(Ordering::Relaxed);
         let writing = Activity::of_bytes("writing the GGUF file", Some(num_bytes), done);
+        start_threads()?;
         let written = file.write(weights, &mut out);
         written.map_err(|err| cannot(&message_of(&err)))?;
         // What has been put there meanwhile must not be lost either.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use candle_comm::message_of;
 use candle_core::{Result, bail};
-use candle_parallel::checkpoint::size_in_words;
+use candle_parallel::checkpoint::{check_file, size_in_words};
 use candle_parallel::gguf::{GgufReader, GgufValue, type_name};
 use candle_train_models::ModelConfig;
 use candle_train_run::print_line;
@@ -23,6 +23,9 @@ const FIRST: usize = 4;
 /// # Errors
 /// It cannot be read; what is found wrong where all is read.
 pub(crate) fn inspect_gguf(path: &Path, wanted: Wanted) -> Result<()> {
+    if let Err(err) = check_file(path) {
+        bail!("cannot read {}: {err}", path.display());
+    }
     let file = GgufReader::open(path)?;
     print_line(&format!("{} is a GGUF file", path.display()));
     let metadata = file.metadata();

@@ -9,9 +9,9 @@ use candle_core::{Result, bail};
 
 use super::folder::{CheckpointFolder, LockedFolder};
 use super::manifest::CheckpointManifest;
-use super::piece::Piece;
 use super::rank_file::{RankFile, SaveId};
 use crate::agreement::{agree, exchange};
+use crate::view::View;
 
 /// A training checkpoint, from which a run of any layout resumes.
 pub struct TrainingCheckpoint {
@@ -19,7 +19,7 @@ pub struct TrainingCheckpoint {
     pub(super) manifest: CheckpointManifest,
     pub(super) files: Vec<RankFile>,
     /// Of each parameter, its pieces: (file, piece of it).
-    pub(super) pieces: HashMap<String, Vec<(usize, Piece)>>,
+    pub(super) pieces: HashMap<String, Vec<(usize, View)>>,
     /// Whether all newer ones beside it are not valid.
     pub(super) is_latest: bool,
     /// On rank 0, if it is the latest: nothing changes in the folder between the look and the first save.
@@ -126,7 +126,7 @@ impl TrainingCheckpoint {
         let of_ranks = records.filter(|file| file.is_of_rank());
         let files = of_ranks.map(|file| RankFile::open(&dir.join(&file.name), &id));
         let files: Vec<RankFile> = files.collect::<Result<_>>()?;
-        let mut pieces: HashMap<String, Vec<(usize, Piece)>> = HashMap::new();
+        let mut pieces: HashMap<String, Vec<(usize, View)>> = HashMap::new();
         for (index, file) in files.iter().enumerate() {
             for piece in &file.pieces {
                 manifest.check_piece(dir, piece)?;

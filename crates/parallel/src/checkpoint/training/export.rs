@@ -2,17 +2,18 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Error, Result, bail};
+use candle_core::{Result, bail};
 
 use super::checkpoint::TrainingCheckpoint;
 use super::manifest::FileRecord;
-use super::piece::Piece;
-use crate::checkpoint::free_space::{SpaceNeed, check_free_space};
 use crate::checkpoint::hf_save::HfSave;
-use crate::checkpoint::plan::{Content, SavePlan, SavedModel, SavedParam};
-use crate::checkpoint::save::Folder;
+use crate::checkpoint::plan::SavePlan;
+use crate::checkpoint::save::{VALUES_AT_ONCE, save_rows};
+use crate::checkpoint::saved_model::SavedModel;
+use crate::checkpoint::weights::CheckpointWeights;
 use crate::files::{Checkpoint, read_file};
 use crate::params::SaveSource;
+use crate::view::View;
 
 impl TrainingCheckpoint {
     /// Writes what [`DistributedOptimizer::save_hf`](crate::DistributedOptimizer::save_hf) would have written after the checkpoint's
@@ -22,30 +23,20 @@ impl TrainingCheckpoint {
     /// # Errors
     /// As for a save; a source without the frozen parameters, or with other shapes.
     pub fn export_hf(&self, save: &HfSave, source: Option<&Checkpoint>) -> Result<()> {
-        let model = self.saved_model(source)?;
+        self.check_source(source)?;
+        let model = SavedModel {
+            params: self.manifest.params.clone(),
+            extras: self.manifest.extras.clone(),
+            source,
+            lora: self.manifest.lora.clone(),
+        };
         let plan = SavePlan::new(&model, save.dtype, save.max_file_bytes)?;
-        check_free_space(&[SpaceNeed {
-            folder: save.output.path().to_path_buf(),
-            num_bytes: save.num_bytes_of(&plan)?,
-            what: "the model",
-        }])?;
-        let folder = Folder::create(save, source.into_iter().map(Checkpoint::dir).collect())?;
-        for file in &plan.files {
-            let mut writer = folder.file(file)?;
-            for tensor in &file.tensors {
-                match tensor.content {
-                    Content::Stored(..) => writer.write(tensor, None, source)?,
-                    Content::Gathered(index, dtype) => {
-                        let param = &model.params[index];
-                        let read = |range| self.read_param(&param.name, &tensor.shape, range);
-                        writer.write_in_chunks(tensor, dtype, read)?;
-                    }
-                }
-            }
-            writer.finish()?;
-        }
-        folder.finish(&plan)?;
-        Ok(())
+        let weights = CheckpointWeights {
+            checkpoint: self,
+            // The plan says what is there.
+            source: None,
+        };
+        save_rows(&weights, VALUES_AT_ONCE, &plan, source, save, &[])
     }
 
     /// The files that belong beside the weights: names and contents.
@@ -80,17 +71,8 @@ impl TrainingCheckpoint {
         self.kind(name, trainable).is_none()
     }
 
-    fn saved_model<'a>(&self, source: Option<&'a Checkpoint>) -> Result<SavedModel<'a>> {
-        let params = self.manifest.params.iter().map(|param| {
-            let dtype = |name: &str| name.parse::<DType>().map_err(Error::wrap);
-            Ok(SavedParam {
-                name: param.name.clone(),
-                shape: param.shape.clone(),
-                stored_dtype: dtype(&param.stored_dtype)?,
-                save_source: param.save_source,
-            })
-        });
-        let params: Vec<SavedParam> = params.collect::<Result<_>>()?;
+    /// An error unless `source` has the values that the checkpoint leaves to it.
+    fn check_source(&self, source: Option<&Checkpoint>) -> Result<()> {
         if let (Some(dir), None, true) = (&self.manifest.source, source, self.needs_source()) {
             bail!(
                 "the checkpoint {} has no values of parameters that were not trained; expected those of {}",
@@ -98,27 +80,20 @@ impl TrainingCheckpoint {
                 dir.display()
             );
         }
-        let from_source = self.manifest.params.iter().zip(&params);
-        for (param, SavedParam { stored_dtype, .. }) in from_source {
-            if let (true, Some(source)) =
-                (self.is_from_source(&param.name, param.trainable), source)
-            {
-                let found = source.dtype_of(&param.name, &param.shape)?;
-                if found != *stored_dtype {
-                    bail!(
-                        "tensor {} in {} is stored as {found:?}; expected {stored_dtype:?}, as when the run began",
-                        param.name,
-                        source.dir().display()
-                    );
-                }
+        let Some(source) = source else { return Ok(()) };
+        let params = self.manifest.params.iter();
+        for param in params.filter(|it| self.is_from_source(&it.name, it.trainable)) {
+            let found = source.dtype_of(&param.name, &param.shape)?;
+            let expected = param.stored_dtype()?;
+            if found != expected {
+                bail!(
+                    "tensor {} in {} is stored as {found:?}; expected {expected:?}, as when the run began",
+                    param.name,
+                    source.dir().display()
+                );
             }
         }
-        Ok(SavedModel {
-            params,
-            extras: self.manifest.extras.clone(),
-            source,
-            lora: self.manifest.lora.clone(),
-        })
+        Ok(())
     }
 
     /// The values of a parameter of this shape at a range of row-major offsets, as they would be exported. Those that were not trained are read from
@@ -134,34 +109,17 @@ impl TrainingCheckpoint {
         source: Option<&Checkpoint>,
     ) -> Result<Vec<f32>> {
         let param = self.manifest.params.iter().find(|param| param.name == name);
-        match (param, source) {
-            (Some(param), Some(source))
-                if param.save_source == SaveSource::Source
-                    || self.is_from_source(name, param.trainable) =>
-            {
+        let kind = param.and_then(|param| self.kind(name, param.trainable));
+        let is_unchanged = param.is_some_and(|param| param.save_source == SaveSource::Source);
+        match (kind, source) {
+            (_, Some(source)) if is_unchanged || param.is_some() && kind.is_none() => {
                 source.read_range(name, shape, range)
             }
-            _ => self.read_param(name, shape, range),
-        }
-    }
-
-    /// The values of a parameter at a range of row-major offsets.
-    fn read_param(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
-        let param = self.manifest.params.iter().find(|param| param.name == name);
-        let kind = param.and_then(|param| self.kind(name, param.trainable));
-        let Some(kind) = kind else {
-            bail!(
+            (None, _) => bail!(
                 "the checkpoint {} has no values of {name}",
                 self.dir().display()
-            );
-        };
-        let piece = Piece {
-            name: name.to_string(),
-            shape: shape.to_vec(),
-            dim: 0,
-            held: (0..shape.first().copied().unwrap_or(1)).into(),
-            range,
-        };
-        self.read(kind, &piece)
+            ),
+            (Some(kind), _) => self.read(kind, &View::of_whole(name, shape, range)),
+        }
     }
 }

@@ -6,14 +6,14 @@ use std::ops::Range;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::checkpoint::TrainingCheckpoint;
-use super::manifest::ParamRecord;
 use super::own_values::{OwnValues, own_values};
-use super::piece::Piece;
 use super::rank_tensors::{WEIGHT, tensor_name};
 use crate::agreement::agree;
+use crate::checkpoint::ParamRecord;
 use crate::files::decode;
 use crate::optimizer::{DistributedOptimizer, MASTER};
 use crate::params::{ParamSpec, Parameters, SaveSource};
+use crate::view::View;
 
 impl TrainingCheckpoint {
     /// An error that names the first parameter which the model has in another way: the checkpoint is of another model.
@@ -92,7 +92,7 @@ impl TrainingCheckpoint {
             let from = self.save_source(&params.get(index).name);
             if params.sharded().is_none() {
                 let param = params.get(index);
-                let piece = Piece::of(param, 0..param.num_values());
+                let piece = param.view(0..param.num_values());
                 if let Some(values) = self.weights(&params, index, &piece)? {
                     params.put(index, &values.reshape(param.local_shape())?)?;
                 }
@@ -115,7 +115,7 @@ impl TrainingCheckpoint {
         if bucket < params.layout().buckets.len() {
             optimizer.change_bucket(bucket, |part, kinds| {
                 for own in of_bucket.iter().filter(|own| own.is_in(part)) {
-                    let piece = Piece::of(params.get(own.param), own.local.clone());
+                    let piece = own.view.clone();
                     for kind in kinds(own.param)? {
                         let values = self.read(kind.name, &piece)?;
                         let part = kind.part(own.start, own.len())?;
@@ -139,7 +139,7 @@ impl TrainingCheckpoint {
         }
         params.change_weights(bucket, None, || {
             for own in of_bucket {
-                let piece = Piece::of(params.get(own.param), own.local.clone());
+                let piece = own.view.clone();
                 if let Some(values) = self.weights(params, own.param, &piece)? {
                     own.weights(params)?.slice_set(&values, 0, 0)?;
                 }
@@ -155,7 +155,7 @@ impl TrainingCheckpoint {
     }
 
     /// The weights of a piece, flat, in the type and on the device of the parameter; `None` if they are those of its source.
-    fn weights(&self, params: &Parameters, index: usize, piece: &Piece) -> Result<Option<Tensor>> {
+    fn weights(&self, params: &Parameters, index: usize, piece: &View) -> Result<Option<Tensor>> {
         let param = params.get(index);
         let values = match self.kind(&param.name, param.trainable) {
             Some(kind) => self.read(kind, piece)?,
@@ -197,7 +197,7 @@ impl TrainingCheckpoint {
     }
 
     /// The values of a kind that a piece has, from all files with some of them.
-    pub(super) fn read(&self, kind: &str, wanted: &Piece) -> Result<Vec<f32>> {
+    pub(super) fn read(&self, kind: &str, wanted: &View) -> Result<Vec<f32>> {
         let mut values = vec![0f32; wanted.len()];
         let mut found = Vec::new();
         for (file, piece) in self.pieces.get(&wanted.name).into_iter().flatten() {

@@ -10,14 +10,16 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash64;
 
 use super::folder::CheckpointFolder;
-use super::piece::Piece;
 use super::rank_file;
 use crate::checkpoint::model_folder::is_sidecar;
 use crate::checkpoint::save::write_small;
+use crate::checkpoint::saved_model::{ParamRecord, SavedModel};
+use crate::data_parallel::ZeroStage;
 use crate::files::{open_file, read_text_file};
 use crate::lora::LoraConfig;
 use crate::optimizer::OptimizerCounters;
-use crate::params::{Parameters, SaveSource, ZeroStage};
+use crate::params::{Parameters, SaveSource};
+use crate::view::View;
 
 pub(super) const MANIFEST_FILE: &str = "manifest.json";
 /// Folder of the files that a model has beside its weights.
@@ -86,25 +88,6 @@ pub struct SavedLayout {
     pub zero_group: Option<usize>,
 }
 
-/// A parameter of a checkpoint.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[non_exhaustive]
-pub struct ParamRecord {
-    /// Hugging Face name.
-    pub name: String,
-    /// Global shape.
-    pub shape: Vec<usize>,
-    /// Form in which the ranks held it: the name of a type, or `q8_0` or `q4k`.
-    pub dtype: String,
-    /// Type in the source.
-    pub stored_dtype: String,
-    /// Whether it was trained.
-    pub trainable: bool,
-    #[serde(rename = "values_from")]
-    pub(super) save_source: SaveSource,
-}
-
 /// A file of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -161,16 +144,12 @@ impl CheckpointManifest {
         note: CheckpointNote,
     ) -> Self {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH);
-        let source = params.checkpoint().map(|source| source.dir());
-        let entries = params.catalog().iter().zip(save_sources);
-        let entries = entries.map(|(entry, &save_source)| ParamRecord {
-            name: entry.name.clone(),
-            shape: entry.shape.clone(),
-            dtype: entry.form().to_string(),
-            stored_dtype: entry.stored_dtype.as_str().to_string(),
-            trainable: entry.trainable,
-            save_source,
-        });
+        let SavedModel {
+            params,
+            extras,
+            source,
+            lora,
+        } = SavedModel::of(params, save_sources);
         Self {
             run: run.to_string(),
             step,
@@ -181,11 +160,11 @@ impl CheckpointManifest {
             optimizer,
             // Wherever the program that exports it runs; a name that is no text is of no use there.
             source: source
-                .and_then(|dir| std::fs::canonicalize(dir).ok())
+                .and_then(|source| std::fs::canonicalize(source.dir()).ok())
                 .filter(|dir| dir.to_str().is_some()),
-            lora: params.lora().cloned(),
-            params: entries.collect(),
-            extras: params.extras(),
+            lora,
+            params,
+            extras,
             files: Vec::new(),
             record: note.record,
         }
@@ -208,7 +187,7 @@ impl CheckpointManifest {
     }
 
     /// An error if a piece has another shape than its parameter.
-    pub(super) fn check_piece(&self, dir: &Path, piece: &Piece) -> Result<()> {
+    pub(super) fn check_piece(&self, dir: &Path, piece: &View) -> Result<()> {
         let mut params = self.params.iter();
         match params.find(|param| param.name == piece.name) {
             Some(param) if param.shape == piece.shape => Ok(()),
@@ -405,18 +384,5 @@ fn checksum_of(path: &Path) -> std::io::Result<u64> {
             Err(err) if err.kind() == ErrorKind::Interrupted => {}
             Err(err) => return Err(Error::new(err.kind(), err)),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::ParamRecord;
-
-    /// Checkpoints that exist have these.
-    #[test]
-    fn the_names_in_the_file_of_a_parameter_are_read_and_written() {
-        let text = r#"{"name":"w","shape":[2,3],"dtype":"f32","stored_dtype":"f32","trainable":true,"values_from":"Update"}"#;
-        let record: ParamRecord = serde_json::from_str(text).unwrap();
-        assert_eq!(serde_json::to_string(&record).unwrap(), text);
     }
 }

@@ -13,7 +13,7 @@
 //! masters, so they are left out. So are frozen parameters that a file has, which still have its values; those that were
 //! [refilled](crate::Parameters::refill), and those that began as random numbers, are written as they are.
 //!
-//! **Where a value belongs.** A tensor of a file is a [`Piece`](piece::Piece): a name, the whole parameter's shape, the indices of one dim that
+//! **Where a value belongs.** A tensor of a file is a `View`: a name, the whole parameter's shape, the indices of one dim that
 //! a rank holds (tensor parallelism), and a range of the row-major values of these (ZeRO's slices of buckets). From two pieces
 //! follow the runs of values that they have in common, so a rank of any other layout copies from the mapped files just what it needs.
 //!
@@ -31,12 +31,11 @@ mod folder;
 mod load;
 mod manifest;
 mod own_values;
-mod piece;
 mod rank_file;
 mod rank_tensors;
 mod saver;
 
 pub use checkpoint::TrainingCheckpoint;
 pub use folder::{checkpoints_in, set_aside_in};
-pub use manifest::{CheckpointManifest, CheckpointNote, FileRecord, ParamRecord, SavedLayout};
+pub use manifest::{CheckpointManifest, CheckpointNote, FileRecord, SavedLayout};
 pub use saver::{CheckpointSaver, SaveOutcome, SetAside};

@@ -7,14 +7,15 @@ use candle_core::{Result, Tensor};
 use crate::optimizer::DistributedOptimizer;
 use crate::params::Parameters;
 use crate::placement::{intersect, offset_by};
+use crate::view::View;
 
 /// Values of a parameter that lie one after the other in the slice of a bucket that this rank updates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct OwnValues {
     /// Index of the parameter.
     pub param: usize,
-    /// Row-major offsets into the local values.
-    pub local: Range<usize>,
+    /// Which of its values they are.
+    pub view: View,
     /// Place of the bucket among those of trainable, then of frozen parameters.
     pub bucket: usize,
     /// Place of the first value in this rank's slice of the bucket.
@@ -34,16 +35,15 @@ pub(super) fn own_values(optimizer: &DistributedOptimizer) -> Vec<OwnValues> {
         };
         for part in parts {
             let part = own.start + part.start..own.start + part.end;
-            for slot in &bucket.slots {
-                let mine = intersect(&slot.range, &part);
-                if !mine.is_empty() {
-                    all.push(OwnValues {
-                        param: slot.param,
-                        local: offset_by(&mine, slot.range.start),
-                        bucket: place,
-                        start: mine.start - own.start,
-                    });
-                }
+            for (slot, mine) in bucket.slots_in(&part) {
+                all.push(OwnValues {
+                    param: slot.param,
+                    view: params
+                        .get(slot.param)
+                        .view(offset_by(&mine, slot.range.start)),
+                    bucket: place,
+                    start: mine.start - own.start,
+                });
             }
         }
     }
@@ -59,11 +59,14 @@ pub(super) fn written_values(optimizer: &DistributedOptimizer) -> Vec<OwnValues>
     let own = own_values(optimizer).into_iter();
     let written = own.flat_map(|own| {
         params.owned(own.param).iter().filter_map(move |range| {
-            let local = intersect(range, &own.local);
-            let start = own.start + local.start - own.local.start;
-            (!local.is_empty()).then_some(OwnValues {
+            let local = intersect(range, &own.view.range);
+            let start = own.start + local.start - own.view.range.start;
+            (!local.is_empty()).then(|| OwnValues {
                 start,
-                local,
+                view: View {
+                    range: local,
+                    ..own.view.clone()
+                },
                 ..own
             })
         })
@@ -73,7 +76,7 @@ pub(super) fn written_values(optimizer: &DistributedOptimizer) -> Vec<OwnValues>
 
 impl OwnValues {
     pub fn len(&self) -> usize {
-        self.local.len()
+        self.view.len()
     }
 
     /// Whether they lie in this part of the slice.
@@ -87,7 +90,7 @@ impl OwnValues {
             Some(sharded) => sharded
                 .slice(self.bucket)?
                 .narrow(0, self.start, self.len()),
-            None => params.get(self.param).flat_part(&self.local),
+            None => params.get(self.param).flat_part(&self.view.range),
         }
     }
 }

@@ -6,15 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use candle_core::{Error, Result, Tensor, bail};
-use half::{bf16, f16};
+use candle_core::{DType, Error, Result, Tensor, bail};
 use safetensors::{Dtype, SafeTensors};
 
 use super::manifest::FileRecord;
-use super::piece::Piece;
 use super::rank_tensors::RankTensors;
 use crate::checkpoint::tensor_file::{TensorFile, header};
-use crate::files::MappedFile;
+use crate::files::{MappedFile, decode};
+use crate::view::View;
 
 /// What readers of safetensors accept before the tensors.
 const MAX_HEADER_BYTES: usize = 100_000_000;
@@ -31,7 +30,7 @@ pub(super) struct RankFile {
     path: PathBuf,
     map: MappedFile,
     tensors: HashMap<String, (Dtype, Range<usize>)>,
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<View>,
 }
 
 pub(super) fn file_name(rank: usize) -> String {
@@ -119,29 +118,18 @@ pub(super) fn check_finite(path: &Path) -> Result<()> {
     let file = SafeTensors::deserialize(&map)
         .map_err(|err| Error::msg(format!("cannot read {}: {err}", path.display())))?;
     for (name, tensor) in file.iter() {
-        let pairs = tensor.data().chunks_exact(2);
-        let num_wrong = match tensor.dtype() {
-            Dtype::F32 => {
-                let values = tensor.data().chunks_exact(4);
-                let values = values.filter_map(|bytes| bytes.try_into().ok());
-                values
-                    .filter(|&bytes| !f32::from_le_bytes(bytes).is_finite())
-                    .count()
-            }
-            Dtype::F16 => {
-                let values = pairs.filter_map(|bytes| bytes.try_into().ok());
-                values
-                    .filter(|&bytes| !f16::from_le_bytes(bytes).is_finite())
-                    .count()
-            }
-            Dtype::BF16 => {
-                let values = pairs.filter_map(|bytes| bytes.try_into().ok());
-                values
-                    .filter(|&bytes| !bf16::from_le_bytes(bytes).is_finite())
-                    .count()
-            }
-            _ => 0,
+        let dtype = match tensor.dtype() {
+            Dtype::F32 => DType::F32,
+            Dtype::F16 => DType::F16,
+            Dtype::BF16 => DType::BF16,
+            _ => continue,
         };
+        let num_wrong = |bytes: &[u8]| {
+            let mut values = vec![0f32; bytes.len() / dtype.size_in_bytes()];
+            decode(dtype, bytes, &mut values);
+            values.iter().filter(|value| !value.is_finite()).count()
+        };
+        let num_wrong: usize = tensor.data().chunks(1 << 20).map(num_wrong).sum();
         if num_wrong > 0 {
             bail!(
                 "{name} in {} has {num_wrong} values that are NaN or infinite: the training had diverged when it was saved",
@@ -176,7 +164,7 @@ impl RankFile {
                 id.run
             );
         }
-        let pieces: Vec<Piece> = serde_json::from_str(text("pieces")).map_err(|err| fail(&err))?;
+        let pieces: Vec<View> = serde_json::from_str(text("pieces")).map_err(|err| fail(&err))?;
         if let Some(piece) = pieces.iter().find(|piece| !piece.is_valid()) {
             return Err(fail(&format!("{piece:?} does not fit its shape")));
         }
@@ -213,6 +201,7 @@ impl RankFile {
 
 #[cfg(test)]
 mod tests {
+    use half::{bf16, f16};
     use safetensors::tensor::TensorView;
 
     use super::*;

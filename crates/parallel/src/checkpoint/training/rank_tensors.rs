@@ -5,10 +5,10 @@ use std::collections::HashSet;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::own_values::{OwnValues, written_values};
-use super::piece::Piece;
 use crate::memory::{MemoryCategory, MemoryGuard, num_bytes};
 use crate::optimizer::{DistributedOptimizer, MASTER};
 use crate::params::{Parameters, SaveSource};
+use crate::view::View;
 
 /// The model's weights in their own type, of parameters that were refilled, and of frozen ones that no file has.
 pub(super) const WEIGHT: &str = "weight";
@@ -16,7 +16,7 @@ pub(super) const WEIGHT: &str = "weight";
 /// The tensors of a rank's file, in its order.
 pub(super) struct RankTensors {
     tensors: Vec<RankTensor>,
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<View>,
 }
 
 /// One of them; its values are flat.
@@ -38,8 +38,8 @@ pub(super) struct StagedTensor {
 }
 
 /// The name of a tensor in its file.
-pub(super) fn tensor_name(kind: &str, piece: &Piece) -> String {
-    let Piece { name, range, .. } = piece;
+pub(super) fn tensor_name(kind: &str, piece: &View) -> String {
+    let View { name, range, .. } = piece;
     format!("{kind}:{name}[{}..{}]", range.start, range.end)
 }
 
@@ -80,7 +80,7 @@ impl RankTensors {
                 continue;
             }
             let param = params.get(own.param);
-            let piece = Piece::of(param, own.local.clone());
+            let piece = own.view.clone();
             let state = kinds.iter().map(|&kind| (kind, DType::F32, Some(kind)));
             let weights = weights.map(|kind| (kind, param.dtype(), None));
             for (kind, dtype, state) in state.chain(weights) {

@@ -18,7 +18,8 @@ use super::manifest::{CheckpointManifest, CheckpointNote, FileRecord, MANIFEST_F
 use super::rank_file::{RankFileWriter, SaveId};
 use super::rank_tensors::{RankTensors, written_weights};
 use crate::agreement::{agree, exchange};
-use crate::checkpoint::{SpaceNeed, StagedFolder};
+use crate::checkpoint::StagedFolder;
+use crate::files::SpaceNeed;
 use crate::optimizer::DistributedOptimizer;
 
 /// Writes the checkpoints of a run into a folder, one at a time.
@@ -31,7 +32,7 @@ pub struct CheckpointSaver {
     keeps_best: bool,
     removes_on_request: bool,
     sidecars: Arc<Vec<(String, Vec<u8>)>>,
-    in_flight: Option<InFlight>,
+    in_flight: Option<SaveInFlight>,
     /// Removes old checkpoints, which takes a while.
     remover: Option<JoinHandle<()>>,
     /// On rank 0.
@@ -39,7 +40,7 @@ pub struct CheckpointSaver {
 }
 
 /// A save whose files are being written.
-struct InFlight {
+struct SaveInFlight {
     step: usize,
     /// On rank 0: the folder, and the manifest without its files.
     staged: Option<(StagedFolder, CheckpointManifest)>,
@@ -281,7 +282,7 @@ impl CheckpointSaver {
         };
         let tensors = RankTensors::new(optimizer, &written_weights(params, &save_sources));
         let files = tensors.and_then(|tensors| self.write(optimizer, dir, id, &tensors));
-        self.in_flight = Some(InFlight {
+        self.in_flight = Some(SaveInFlight {
             step,
             staged: folder?.map(|folder| (folder, manifest)),
             // The other ranks learn it at the end.

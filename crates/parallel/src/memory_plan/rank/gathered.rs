@@ -134,14 +134,19 @@ impl<'a> PlannedRank<'a> {
                         is_quantized,
                     )
                 };
-                let tiles: Vec<Tile> = (0..num_tiles).map(tile).collect();
+                let tiles: Vec<PlannedTile> = (0..num_tiles).map(tile).collect();
                 self.go_through(&tiles);
             }
         }
     }
 
     /// Some values of a bucket that are gathered together.
-    fn tile(&self, bucket: &Bucket, range: &std::ops::Range<usize>, is_quantized: bool) -> Tile {
+    fn tile(
+        &self,
+        bucket: &Bucket,
+        range: &std::ops::Range<usize>,
+        is_quantized: bool,
+    ) -> PlannedTile {
         let slices = self.groups.slices(bucket.len).into_iter().enumerate();
         let pieces = slices.map(|(rank, slice)| (rank, intersect(range, &slice).len()));
         let pieces: Vec<_> = pieces.filter(|(_, len)| *len > 0).collect();
@@ -157,14 +162,14 @@ impl<'a> PlannedRank<'a> {
         let mut own = pieces.iter().filter(|_| sends);
         let own = own.find(|(rank, _)| *rank == self.groups.shard.rank());
         let fetched = own.map_or(0, |(_, len)| len * bucket.dtype.size_in_bytes());
-        Tile {
+        PlannedTile {
             values,
             on_the_way: values + received.sum::<usize>() + fetched,
             joined: if pieces.len() > 1 { values } else { 0 },
         }
     }
 
-    fn go_through(&mut self, tiles: &[Tile]) {
+    fn go_through(&mut self, tiles: &[PlannedTile]) {
         let (gathered, overlap) = (MemoryCategory::Gathered, self.groups.config.overlap);
         for (index, tile) in tiles.iter().enumerate() {
             if index == 0 || !overlap {
@@ -183,7 +188,7 @@ impl<'a> PlannedRank<'a> {
 }
 
 /// Bytes of a tile: in use, on its way, and joined of what several ranks sent.
-struct Tile {
+struct PlannedTile {
     values: usize,
     on_the_way: usize,
     joined: usize,

@@ -7,14 +7,14 @@ use std::collections::{BTreeMap, VecDeque};
 
 use candle_core::{DType, Result, bail};
 
-use super::held::{Held, Moment};
+use super::held::{Moment, PlannedBytes};
 use super::planned_store::{PlannedStore, PlannedSums, PlannedWaiting, WaitingFor};
 use super::{PlannedPasses, PlannedUpdate, PlannedWork};
 use crate::memory::MemoryCategory;
 use crate::offload::{Lane, OffloadPlace};
 use crate::optimizer::{BucketShape, StateSlices, max_gathers, num_bytes_of};
 use crate::params::{Bucket, HeldParam, RankSpec, ReplicaGroups, packed_bytes};
-use crate::pipeline::Recompute;
+use crate::pass::Recompute;
 use crate::schedule::{Instruction, Message, Plan, Unit};
 
 /// Of a gradient.
@@ -35,7 +35,7 @@ pub(super) struct PlannedRank<'a> {
     weights: Option<PlannedStore>,
     /// Activations, if they are away between passes.
     waiting: Option<PlannedWaiting>,
-    held: Held,
+    held: PlannedBytes,
     /// Blocks before the first one that is trained, if the first stage is here.
     num_frozen: usize,
     /// Of each block the buckets that are gathered for it, among all.
@@ -89,7 +89,7 @@ impl<'a> PlannedRank<'a> {
         if let Some(passes) = work.passes.as_ref().filter(|_| trains) {
             passes.check()?;
         }
-        let mut held = Held::default();
+        let mut held = PlannedBytes::default();
         let slices = spec.layout.all();
         let slices = slices.map(|bucket| bytes(bucket) / groups.shard.world_size());
         let slices: Vec<usize> = slices.collect();

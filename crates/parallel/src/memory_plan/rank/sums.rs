@@ -4,8 +4,9 @@ use candle_core::DType;
 
 use super::super::planned_store::PlannedSums;
 use super::{GRADIENT_BYTES, PlannedRank};
+use crate::data_parallel::ReduceType;
 use crate::memory::MemoryCategory;
-use crate::params::{Bucket, ReduceType, Sharing, Slot};
+use crate::params::{Bucket, Sharing, Slot};
 use crate::placement::{Gradient, intersect};
 
 impl PlannedRank<'_> {
@@ -180,10 +181,9 @@ impl PlannedRank<'_> {
             // What tensor-parallel ranks have whole gradients of is compared together.
             let is_copy = |bucket: &Bucket, slot: &Slot| {
                 let param = &self.spec.params[slot.param];
-                let mut shared = param.shared.iter();
                 let own = self.groups.own_range(bucket.len);
-                param.is_replicated
-                    && shared.any(|shared| shared.gradient == Gradient::Complete)
+                param.replicated == Some(Gradient::Complete)
+                    && !param.shared.is_empty()
                     && !intersect(&slot.range, &own).is_empty()
             };
             let buckets = layout.buckets.iter().enumerate();

@@ -5,6 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Result, bail};
+use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use nix::sys::statvfs::statvfs;
 
 /// What something will take in a folder, which need not exist yet.
@@ -79,4 +80,9 @@ pub fn size_in_words(num_bytes: u64) -> String {
         10_000_000..10_000_000_000 => format!("{:.1} MB", num_bytes as f64 / 1e6),
         _ => format!("{:.1} GB", num_bytes as f64 / 1e9),
     }
+}
+
+/// Whether files of a folder are in memory.
+pub(crate) fn is_in_memory(dir: &Path) -> bool {
+    statfs(dir).is_ok_and(|status| status.filesystem_type() == TMPFS_MAGIC)
 }

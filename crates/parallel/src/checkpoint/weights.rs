@@ -1,32 +1,15 @@
-//! Where the weights of a file to be written come from.
+//! Models whose weights are read by rows: those of a folder, of a training checkpoint, and with an adapter folded in.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_gguf::Weights;
 use candle_ops::linear_forward_add;
 
-use crate::checkpoint::TrainingCheckpoint;
+use super::training::TrainingCheckpoint;
 use crate::files::Checkpoint;
 use crate::lora::{Adapter, file_name};
-
-/// Weights that are read by rows.
-pub trait Weights: Sync {
-    /// What there is.
-    fn names(&self) -> Vec<String>;
-
-    /// The type in which the weight of this name is stored.
-    ///
-    /// # Errors
-    /// There is no such weight.
-    fn dtype(&self, name: &str) -> Result<DType>;
-
-    /// These rows of the weight of this name and shape in f32; of a vector all of it is one row.
-    ///
-    /// # Errors
-    /// There is no such weight; it cannot be read.
-    fn rows(&self, name: &str, shape: &[usize], rows: Range<usize>) -> Result<Vec<f32>>;
-}
 
 /// Offsets of rows.
 fn offsets(shape: &[usize], rows: Range<usize>) -> Range<usize> {
@@ -65,7 +48,7 @@ impl Weights for CheckpointWeights<'_> {
     fn dtype(&self, name: &str) -> Result<DType> {
         let mut params = self.checkpoint.manifest().params.iter();
         match params.find(|param| param.name == name) {
-            Some(param) => param.stored_dtype.parse().map_err(Error::wrap),
+            Some(param) => param.stored_dtype(),
             None => bail!(
                 "the checkpoint {} has no parameter {name}",
                 self.checkpoint.dir().display()

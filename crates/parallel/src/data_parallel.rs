@@ -1,13 +1,8 @@
-//! How data-parallel replicas work together, and the groups of ranks that this makes of them.
+//! How data-parallel replicas work together.
 
-use std::ops::Range;
-
-use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{Device, Error, Result, bail};
+use candle_core::{Result, bail};
 use candle_ops::QuantizedType;
 use serde::{Deserialize, Serialize};
-
-use super::layout::{Bucket, Sharing};
 
 /// What data-parallel ranks divide between them (ZeRO, arXiv:1910.02054). Each stage divides what the one before it does, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -206,7 +201,7 @@ const MAX_DISTANCE: usize = 1 << 12;
 
 impl DataParallel {
     /// Into how many slices `dp` replicas divide what they divide.
-    fn num_slices(&self, dp: usize) -> usize {
+    pub(crate) fn num_slices(&self, dp: usize) -> usize {
         match self.zero {
             ZeroStage::Zero => 1,
             _ => self.zero_group.unwrap_or(dp),
@@ -224,150 +219,9 @@ impl DataParallel {
     }
 
     /// The number of groups between which quantized gradients make a second hop, if they do; `num_slices` ranks divide everything.
-    fn num_hop_groups(&self, num_slices: usize) -> Option<usize> {
+    pub(crate) fn num_hop_groups(&self, num_slices: usize) -> Option<usize> {
         self.reduce.quantized()?;
         let number = num_slices / self.zero_secondary?;
         (number > 1).then_some(number)
-    }
-}
-
-/// The data-parallel ranks as a grid: those that divide everything between them, and those that hold the same slices.
-pub(crate) struct ReplicaGroups {
-    pub config: DataParallel,
-    /// Ranks with the other slices of the same copy: one rank for ZeRO-0.
-    pub shard: ProcessGroup,
-    /// Ranks with the same slice of the other copies.
-    pub replicate: ProcessGroup,
-    /// A second communicator over the ranks of `shard`, for gathering weights tile by tile: on the first they would queue behind reductions of
-    /// gradients.
-    pub tiles: ProcessGroup,
-    /// Of the ranks of `shard` those that divide a second copy of the weights, if there is one.
-    pub secondary: Option<ProcessGroup>,
-    /// Where quantized gradients are summed in two hops: a second communicator over the ranks of `secondary`, as on that one gathers of weights
-    /// would queue behind them, and those with the same place in the other such groups.
-    pub hops: Option<[ProcessGroup; 2]>,
-    /// Whether a rank keeps its weights away from its device.
-    pub offloads_weights: bool,
-}
-
-impl ReplicaGroups {
-    /// Those of replica `rank` of `num_replicas`, which knows no other one.
-    pub fn unconnected(
-        config: DataParallel,
-        offloads_weights: bool,
-        rank: usize,
-        num_replicas: usize,
-    ) -> Result<Self> {
-        config.validate(num_replicas)?;
-        let len = config.num_slices(num_replicas);
-        let group = |rank, len| ProcessGroup::unconnected(rank, len, Device::Cpu);
-        let shard = group(rank % len, len);
-        let secondary = config.zero_secondary;
-        let secondary = secondary.map(|within| group(rank % within, within));
-        let hops = config.num_hop_groups(len).zip(secondary.as_ref());
-        Ok(Self {
-            hops: hops.map(|(number, within)| {
-                let across = group(rank % len / within.world_size(), number);
-                [within.clone(), across]
-            }),
-            secondary,
-            config,
-            tiles: shard.clone(),
-            shard,
-            replicate: group(rank / len, num_replicas / len),
-            offloads_weights,
-        })
-    }
-
-    /// Splits `mesh.replicas`. Every rank must call it.
-    pub fn new(config: DataParallel, offloads_weights: bool, mesh: &Mesh) -> Result<Self> {
-        let dp = &mesh.replicas;
-        config.validate(dp.world_size())?;
-        let single = || ProcessGroup::single(dp.device().clone());
-        let len = config.num_slices(dp.world_size());
-        let (shard, replicate) = match len {
-            1 => (single(), dp.clone()),
-            len if len == dp.world_size() => (dp.clone(), single()),
-            len => (
-                dp.split(dp.rank() / len, dp.rank())?,
-                dp.split(dp.rank() % len, dp.rank())?,
-            ),
-        };
-        let tiles = match config.tile_linears {
-            1 => single(),
-            _ => shard.split(0, shard.rank())?,
-        };
-        let secondary = config.zero_secondary;
-        let secondary = secondary.map(|len| shard.split(shard.rank() / len, shard.rank()));
-        let secondary = secondary.transpose()?;
-        let hops = config.num_hop_groups(len).and(secondary.as_ref());
-        let hops = hops.map(|secondary| {
-            let within = secondary.split(0, secondary.rank())?;
-            let across = shard.split(shard.rank() % within.world_size(), shard.rank())?;
-            Ok::<_, Error>([within, across])
-        });
-        Ok(Self {
-            hops: hops.transpose()?,
-            secondary,
-            config,
-            shard,
-            replicate,
-            tiles,
-            offloads_weights,
-        })
-    }
-
-    /// An error if one of the groups has failed; see [`ProcessGroup::check`].
-    pub fn check(&self) -> Result<()> {
-        let groups = [&self.shard, &self.replicate, &self.tiles].into_iter();
-        groups
-            .chain(&self.secondary)
-            .chain(self.hops.iter().flatten())
-            .try_for_each(ProcessGroup::check)
-    }
-
-    /// Whether a rank keeps its slice of the gradients only.
-    pub fn shards_gradients(&self) -> bool {
-        self.config.zero >= ZeroStage::Two && self.shard.world_size() > 1
-    }
-
-    /// Whether a rank keeps its slice of the weights only, which is all of them without replicas that divide something, and has those of a
-    /// block in place for its passes only.
-    pub fn shards_weights(&self) -> bool {
-        let is_divided = self.config.zero == ZeroStage::Three && self.shard.world_size() > 1;
-        is_divided || self.offloads_weights
-    }
-
-    /// Whether each pass gathers weights from other replicas, so that all of them must make the same passes.
-    pub fn gathers_weights(&self) -> bool {
-        self.shards_weights() && self.shard.world_size() > 1
-    }
-
-    /// In what form the gradients of a bucket move; without replicas they do not.
-    pub fn reduce_type(&self, bucket: &Bucket) -> ReduceType {
-        let is_single = self.shard.world_size() == 1;
-        match self.config.reduce {
-            _ if is_single && self.replicate.world_size() == 1 => ReduceType::F32,
-            reduce if reduce.quantized().is_some() && bucket.sharing != Sharing::None => {
-                ReduceType::F32
-            }
-            reduce => reduce,
-        }
-    }
-
-    /// This rank's slice of a bucket of `len` values.
-    pub fn own_range(&self, len: usize) -> Range<usize> {
-        self.range_of(self.shard.rank(), len)
-    }
-
-    /// The slices of a bucket of `len` values that the ranks of [`Self::shard`] have, in their order.
-    pub fn slices(&self, len: usize) -> Vec<Range<usize>> {
-        let ranks = 0..self.shard.world_size();
-        ranks.map(|rank| self.range_of(rank, len)).collect()
-    }
-
-    fn range_of(&self, rank: usize, len: usize) -> Range<usize> {
-        let len = len / self.shard.world_size();
-        rank * len..(rank + 1) * len
     }
 }

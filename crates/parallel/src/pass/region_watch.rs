@@ -1,7 +1,7 @@
 //! Finds, in the first steps, tensor-parallel regions that are entered with what the ranks do not have alike, and left
 //! with what each of them has whole.
 //!
-//! The functions of [`regions`](super::regions) know neither step nor block: what they see is noted for the thread,
+//! The functions of [`regions`](crate::regions) know neither step nor block: what they see is noted for the thread,
 //! whose pass of a block asks for it.
 
 use std::cell::RefCell;
@@ -58,7 +58,7 @@ pub(crate) fn note_entered(xs: &Tensor, tp: &ProcessGroup) -> Result<()> {
 
 /// Notes whether `mine` is all of `sum`, and not this rank's summand. Equal counts, constants and what a router
 /// without training gives may rightly be the same on all ranks, so few different values say nothing.
-pub(super) fn note_sum(
+pub(crate) fn note_sum(
     what: &'static str,
     mine: &Tensor,
     sum: &Tensor,

@@ -1,7 +1,6 @@
 //! What a layer says of the memory that it needs between passes.
 
-use crate::params::TiledWeight;
-use crate::pipeline::Recompute;
+use super::recompute::Recompute;
 
 /// What of a layer stays in memory between its passes, in bytes for each row of a micro-batch (each token that the rank has) and without what is
 /// small beside that: [`MemoryPlan`](crate::MemoryPlan) plans with it.
@@ -49,11 +48,4 @@ impl Tape {
         };
         self.waiting + large + instead
     }
-}
-
-/// Bytes of a row of a weight's input and of its output, in the type that the layer computes with.
-pub(super) fn row_bytes(weight: &TiledWeight) -> (usize, usize) {
-    let value = weight.dtype().size_in_bytes();
-    let (rows, columns) = weight.dims2().unwrap_or_default();
-    (value * columns, value * rows)
 }

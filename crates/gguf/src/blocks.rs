@@ -1,12 +1,11 @@
 //! Values in the types that files have: numbers, and candle's blocks.
 
 use candle_core::quantized::{QStorage, QTensor};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::GgmlDType;
-use crate::files;
 
 /// The number by which a file names a type.
 pub(super) fn type_id(dtype: GgmlDType) -> u32 {
@@ -49,11 +48,13 @@ fn has_ranges(dtype: GgmlDType) -> bool {
 }
 
 /// An error if a value is beyond what f16 holds, of which the scales of blocks are, too.
-fn check_f16(values: &[f32]) -> Result<()> {
+fn check_f16(values: &[f32]) -> std::result::Result<(), String> {
     let largest = f16::MAX.to_f32();
     match values.iter().find(|value| value.abs() > largest) {
         None => Ok(()),
-        Some(value) => bail!("has the value {value}, which is beyond f16's largest, {largest}"),
+        Some(value) => Err(format!(
+            "has the value {value}, which is beyond f16's largest, {largest}"
+        )),
     }
 }
 
@@ -61,9 +62,12 @@ fn check_f16(values: &[f32]) -> Result<()> {
 ///
 /// # Errors
 /// Values that the type does not hold: a part of a sentence.
-pub(super) fn encode(dtype: GgmlDType, mut values: Vec<f32>) -> Result<Vec<u8>> {
+pub(super) fn encode(
+    dtype: GgmlDType,
+    mut values: Vec<f32>,
+) -> std::result::Result<Vec<u8>, String> {
     if !values.iter().all(|value| value.is_finite()) {
-        bail!("has values that are NaN or infinite");
+        return Err("has values that are NaN or infinite".to_string());
     }
     match dtype {
         GgmlDType::F32 => Ok(bytemuck::cast_slice(&values).to_vec()),
@@ -87,14 +91,18 @@ pub(super) fn encode(dtype: GgmlDType, mut values: Vec<f32>) -> Result<Vec<u8>> 
                 }
             }
             let len = values.len();
-            let values = Tensor::from_vec(values, len, &Device::Cpu)?;
-            Ok(QTensor::quantize(&values, dtype)?.data()?.into_owned())
+            let quantized = Tensor::from_vec(values, len, &Device::Cpu)
+                .and_then(|values| QTensor::quantize(&values, dtype)?.data().map(Into::into));
+            quantized.map_err(|err| err.to_string())
         }
     }
 }
 
-/// The values of bytes.
-pub(super) fn decode(dtype: GgmlDType, bytes: &[u8]) -> Result<Vec<f32>> {
+/// The values of bytes, whole blocks of them.
+///
+/// # Errors
+/// A type of blocks that candle does not read.
+pub fn decode(dtype: GgmlDType, bytes: &[u8]) -> Result<Vec<f32>> {
     let len = bytes.len() / dtype.type_size() * dtype.block_size();
     let plain = match dtype {
         GgmlDType::F32 => DType::F32,
@@ -107,9 +115,8 @@ pub(super) fn decode(dtype: GgmlDType, bytes: &[u8]) -> Result<Vec<f32>> {
                 .to_vec1();
         }
     };
-    let mut values = vec![0.0; len];
-    files::decode(plain, bytes, &mut values);
-    Ok(values)
+    let values = Tensor::from_raw_buffer(bytes, plain, &[len], &Device::Cpu)?;
+    values.to_dtype(DType::F32)?.to_vec1()
 }
 
 #[cfg(test)]
@@ -151,7 +158,7 @@ mod tests {
         for dtype in [GgmlDType::F16, GgmlDType::Q8_0, GgmlDType::Q4K] {
             let mut large = values.clone();
             large[1000] = 1e6;
-            let err = encode(dtype, large).unwrap_err().to_string();
+            let err = encode(dtype, large).unwrap_err();
             assert!(err.contains("1000000") && err.contains("65504"), "{err}");
         }
     }

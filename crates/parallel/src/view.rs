@@ -1,16 +1,15 @@
-//! Some values of a parameter, and what two such pieces have in common.
+//! Which values of a parameter lie one after the other somewhere, on a rank or in a file, and what two such places have in common.
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::params::Param;
-use crate::placement::{Indices, Run, intersect, offset_by};
+use crate::placement::{Indices, intersect};
 
 /// Values of a parameter that lie one after the other on a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Piece {
+pub(crate) struct View {
     /// Hugging Face name of the parameter.
     pub name: String,
     /// Shape of the whole parameter.
@@ -23,23 +22,31 @@ pub(super) struct Piece {
     pub range: Range<usize>,
 }
 
-/// Values that two pieces have in common, by the place of the first in each.
+/// Values that lie one after the other in a whole parameter, and in a view of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Common {
+pub(crate) struct ValueRun {
+    /// Row-major offsets into the whole parameter.
+    pub global: Range<usize>,
+    /// Places in the view.
+    pub local: Range<usize>,
+}
+
+/// Values that two places have in common, by the first in each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Common {
     pub start: usize,
     pub other_start: usize,
     pub len: usize,
 }
 
-impl Piece {
-    /// The values at row-major offsets `range` of what is held here of `param`.
-    pub fn of(param: &Param, range: Range<usize>) -> Self {
-        let (dim, held) = param.held();
+impl View {
+    /// The values at row-major offsets `range` of a parameter of which all is here.
+    pub fn of_whole(name: &str, shape: &[usize], range: Range<usize>) -> Self {
         Self {
-            name: param.name.clone(),
-            shape: param.global_shape.dims().to_vec(),
-            dim,
-            held,
+            name: name.to_string(),
+            shape: shape.to_vec(),
+            dim: 0,
+            held: (0..shape.first().copied().unwrap_or(1)).into(),
             range,
         }
     }
@@ -67,50 +74,81 @@ impl Piece {
         self.shape.get(self.dim).copied().unwrap_or(1)
     }
 
-    /// Its runs in rising order; `local` counts in the piece.
-    fn runs(&self) -> impl Iterator<Item = Run> {
-        let runs = self.held.runs(&self.shape, self.dim, self.range.clone());
-        runs.map(|run| Run {
-            local: offset_by(&run.local, self.range.start),
-            ..run
+    /// Its runs in rising order.
+    pub fn runs(&self) -> impl Iterator<Item = ValueRun> + use<> {
+        let (width, part) = (self.width(), self.range.clone());
+        // All of the parameter is one run.
+        let is_all = width > 0 && self.held.len() == width;
+        let unit = match is_all {
+            true => self.shape.iter().product::<usize>() / width,
+            false => self.shape.iter().skip(self.dim + 1).product(),
+        };
+        let (held, stride) = (self.held.scaled(unit), width * unit);
+        let len = held.len();
+        let rows = match len {
+            0 => 0..0,
+            _ => part.start / len..part.end.div_ceil(len),
+        };
+        let runs = rows.flat_map(move |row| {
+            let runs = held.places().map(|(place, range)| {
+                let (start, local) = (row * stride + range.start, row * len + place);
+                (start, local..local + range.len())
+            });
+            runs.collect::<Vec<_>>()
+        });
+        runs.filter_map(move |(start, local)| {
+            let both = intersect(&local, &part);
+            let start = start + both.start - local.start;
+            (!both.is_empty()).then(|| ValueRun {
+                global: start..start + both.len(),
+                local: both.start - part.start..both.end - part.start,
+            })
         })
     }
 
-    /// What this piece and `other`, of the same parameter, have in common.
+    /// What this view and `other`, of the same parameter, have in common.
     pub fn common(&self, other: &Self) -> Vec<Common> {
-        let (mut mine, mut others) = (self.runs().peekable(), other.runs().peekable());
-        let mut common = Vec::new();
-        while let (Some(a), Some(b)) = (mine.peek(), others.peek()) {
-            let both = intersect(&a.global, &b.global);
-            if !both.is_empty() {
-                common.push(Common {
-                    start: a.local.start + both.start - a.global.start,
-                    other_start: b.local.start + both.start - b.global.start,
-                    len: both.len(),
-                });
-            }
-            match a.global.end <= b.global.end {
-                true => drop(mine.next()),
-                false => drop(others.next()),
-            }
-        }
-        common
+        common(self.runs(), other.runs())
     }
+}
+
+/// What two lists of rising runs have in common.
+pub(crate) fn common(
+    one: impl Iterator<Item = ValueRun>,
+    other: impl Iterator<Item = ValueRun>,
+) -> Vec<Common> {
+    let (mut one, mut other) = (one.peekable(), other.peekable());
+    let mut common = Vec::new();
+    while let (Some(a), Some(b)) = (one.peek(), other.peek()) {
+        let both = intersect(&a.global, &b.global);
+        if !both.is_empty() {
+            common.push(Common {
+                start: a.local.start + both.start - a.global.start,
+                other_start: b.local.start + both.start - b.global.start,
+                len: both.len(),
+            });
+        }
+        match a.global.end <= b.global.end {
+            true => drop(one.next()),
+            false => drop(other.next()),
+        }
+    }
+    common
 }
 
 #[cfg(test)]
 mod tests {
     use std::ops::Range;
 
-    use super::Piece;
+    use super::View;
 
     fn piece<const N: usize>(
         shape: &[usize],
         dim: usize,
         held: [Range<usize>; N],
         range: Range<usize>,
-    ) -> Piece {
-        Piece {
+    ) -> View {
+        View {
             name: "w".into(),
             shape: shape.to_vec(),
             dim,
@@ -120,7 +158,7 @@ mod tests {
     }
 
     /// Offsets into the whole parameter of the values of a piece, by counting through all indices.
-    fn offsets(piece: &Piece) -> Vec<usize> {
+    fn offsets(piece: &View) -> Vec<usize> {
         let inner: usize = piece.shape[piece.dim + 1..].iter().product();
         let all = 0..piece.shape.iter().product::<usize>();
         let index = |offset: &usize| offset / inner % piece.shape[piece.dim];

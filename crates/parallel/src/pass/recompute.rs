@@ -21,7 +21,7 @@ pub enum Recompute {
 
 /// The bits of what a block gives: of (b, t, hidden) those at the last position of each sequence, which depends on all others if it
 /// depends on any.
-pub(super) fn fingerprint(output: &Tensor) -> Result<u64> {
+pub(crate) fn fingerprint(output: &Tensor) -> Result<u64> {
     let Ok((_b, t, _hidden)) = output.dims3() else {
         return checksum(output);
     };
@@ -29,7 +29,7 @@ pub(super) fn fingerprint(output: &Tensor) -> Result<u64> {
 }
 
 /// An error if a block gave other values when its forward pass ran again.
-pub(super) fn check_repeats(first: u64, again: &Tensor) -> Result<()> {
+pub(crate) fn check_repeats(first: u64, again: &Tensor) -> Result<()> {
     if first != fingerprint(again)? {
         bail!(
             "the block's forward pass gave other values when it was run again to recompute activations, so its gradients would \

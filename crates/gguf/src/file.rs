@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::thread::{Builder, scope};
 
-use candle_comm::{message_of, start_threads};
 use candle_core::{Error, Result, bail};
 use rayon::prelude::*;
 
@@ -35,7 +34,7 @@ pub struct GgufFile {
 }
 
 /// A block of rows of a tensor.
-struct Block<'a> {
+struct RowBlock<'a> {
     tensor: &'a GgufTensor,
     rows: Range<usize>,
 }
@@ -69,12 +68,11 @@ impl GgufFile {
         bytes
     }
 
-    /// Writes the file. A few MiB of values are in memory at a time, whatever the sizes of tensors.
+    /// Writes the file, on rayon's threads. A few MiB of values are in memory at a time, whatever the sizes of tensors.
     ///
     /// # Errors
     /// Weights that cannot be read, are NaN or infinite, or do not fit their type, by name; what `out` says.
     pub fn write(&self, weights: &dyn Weights, out: &mut (impl Write + Send)) -> Result<()> {
-        start_threads()?;
         // Two runs of blocks wait while a third is made.
         let (sender, receiver) = sync_channel::<Vec<Vec<u8>>>(1);
         let written = &self.num_written_bytes;
@@ -91,7 +89,7 @@ impl GgufFile {
                 out.flush()
             })?;
             let num_threads = rayon::current_num_threads();
-            let blocks: Vec<Block<'_>> = self.blocks(num_threads).collect();
+            let blocks: Vec<RowBlock<'_>> = self.blocks(num_threads).collect();
             let mut made = Ok(());
             for blocks in blocks.chunks(num_threads) {
                 let bytes = blocks.par_iter().map(|block| block.bytes(weights));
@@ -118,14 +116,14 @@ impl GgufFile {
         })
     }
 
-    fn blocks(&self, num_threads: usize) -> impl Iterator<Item = Block<'_>> {
+    fn blocks(&self, num_threads: usize) -> impl Iterator<Item = RowBlock<'_>> {
         let num_values = (VALUES_AT_ONCE / num_threads).max(MIN_VALUES);
         self.tensors.iter().flat_map(move |tensor| {
             let group = tensor.change().group();
             let rows = (num_values / tensor.width().max(1)).max(1);
             let rows = rows.next_multiple_of(group);
             let starts = (0..tensor.num_rows()).step_by(rows);
-            starts.map(move |start| Block {
+            starts.map(move |start| RowBlock {
                 tensor,
                 rows: start..(start + rows).min(tensor.num_rows()),
             })
@@ -133,7 +131,7 @@ impl GgufFile {
     }
 }
 
-impl Block<'_> {
+impl RowBlock<'_> {
     /// As it is in the file, with what stands behind the last one.
     fn bytes(&self, weights: &dyn Weights) -> Result<Vec<u8>> {
         let tensor = self.tensor;
@@ -152,7 +150,7 @@ impl Block<'_> {
         let bytes = encode(tensor.dtype, values);
         let mut bytes = match bytes {
             Ok(bytes) => bytes,
-            Err(err) => bail!("tensor {name} {}: nothing was saved", message_of(&err)),
+            Err(err) => bail!("tensor {name} {err}: nothing was saved"),
         };
         if self.rows.end == tensor.num_rows() {
             let rest = padded(tensor.num_bytes()) - tensor.num_bytes();

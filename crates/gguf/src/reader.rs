@@ -1,42 +1,28 @@
-//! Reads a file: its metadata, and its tensors as the weights of a model.
+//! Reads a file: its metadata, and its tensors.
 
 use std::collections::BTreeMap;
-use std::io::Cursor;
+use std::fs::File;
+use std::io::{self, BufReader, Read, Seek};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use candle_comm::message_of;
 use candle_core::quantized::gguf_file::{Content, TensorInfo};
 use candle_core::{Error, Result, bail};
 
-use super::blocks::decode;
+use super::blocks::{decode, type_name};
 use super::metadata::GgufMetadata;
-use super::tensor::RowChange;
-use super::{GgmlDType, GgufContent, GgufTensor, type_name};
-use crate::files::{Checkpoint, MappedFile};
+use super::tensor::{GgufContent, GgufTensor, RowChange};
 
-/// A GGUF file, opened: mapped, and all but its tensors read.
+/// A GGUF file, opened: all but its tensors read.
 pub struct GgufReader {
     path: PathBuf,
-    map: MappedFile,
+    file: File,
+    /// Its length when it was opened.
+    len: usize,
     content: Content,
     /// In the order of the file.
     tensors: Vec<GgufTensor>,
-}
-
-/// The form in which a file has the rows of a weight.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct StoredRows {
-    dtype: GgmlDType,
-    change: RowChange,
-}
-
-impl StoredRows {
-    /// The values of a weight of this shape.
-    pub fn decode(self, bytes: &[u8], shape: &[usize]) -> Result<Vec<f32>> {
-        let mut values = decode(self.dtype, bytes)?;
-        self.change.undo(&mut values, shape);
-        Ok(values)
-    }
 }
 
 impl GgufReader {
@@ -45,8 +31,14 @@ impl GgufReader {
     /// # Errors
     /// It cannot be read, is no GGUF, or is cut off.
     pub fn open(path: &Path) -> Result<Self> {
-        let map = MappedFile::open(path)?;
-        if !map.starts_with(b"GGUF") {
+        let cannot_read =
+            |err: io::Error| Error::msg(format!("cannot read {}: {err}", path.display()));
+        let file = File::open(path).map_err(cannot_read)?;
+        let len = file.metadata().map_err(cannot_read)?.len() as usize;
+        let mut begin = Vec::new();
+        let read = (&file).take(NEAR).read_to_end(&mut begin);
+        read.map_err(cannot_read)?;
+        if !begin.starts_with(b"GGUF") {
             bail!(
                 "{} is no GGUF file: it does not begin with GGUF",
                 path.display()
@@ -56,16 +48,21 @@ impl GgufReader {
             Error::msg(format!(
                 "{} ({} bytes) is not a complete GGUF file: {what}\nhint: it may be cut off or damaged; fetch or export it again",
                 path.display(),
-                map.len()
+                len
             ))
         };
-        if has_no_alignment(&map) {
+        if has_no_alignment(&begin) {
             return Err(fail("general.alignment is 0"));
         }
-        let content = match Content::read(&mut Cursor::new(&*map)) {
+        let mut from_start = BufReader::new(&file);
+        from_start.rewind().map_err(cannot_read)?;
+        let content = match Content::read(&mut from_start) {
             Ok(content) => content,
             Err(err) => {
-                let what = message_of(&err);
+                let what = match err {
+                    Error::WithBacktrace { inner, .. } => inner.to_string(),
+                    err => err.to_string(),
+                };
                 let Some((_, number)) = what.split_once("unknown dtype for tensor ") else {
                     return Err(fail(&what));
                 };
@@ -90,7 +87,8 @@ impl GgufReader {
         let tensors = infos.into_iter().map(tensor).collect();
         let reader = Self {
             path: path.to_path_buf(),
-            map,
+            file,
+            len,
             content,
             tensors,
         };
@@ -129,11 +127,23 @@ impl GgufReader {
             bail!("there is no tensor {name} in {}", self.path.display());
         };
         let place = self.place(tensor)?;
-        decode(tensor.dtype, &self.map[place])
+        let mut bytes = vec![0; place.len()];
+        if let Err(err) = self.file.read_exact_at(&mut bytes, place.start as u64) {
+            bail!("cannot read {}: {err}", self.path.display());
+        }
+        decode(tensor.dtype, &bytes)
     }
 
-    /// Where a tensor's bytes are.
-    fn place(&self, tensor: &GgufTensor) -> Result<std::ops::Range<usize>> {
+    /// Where the file is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where the bytes of a tensor are.
+    ///
+    /// # Errors
+    /// Beyond the end of the file.
+    pub fn place(&self, tensor: &GgufTensor) -> Result<Range<usize>> {
         let offset = self.content.tensor_infos[&tensor.name].offset;
         let start = self.content.tensor_data_offset.saturating_add(offset);
         let (block, size) = (tensor.dtype.block_size(), tensor.dtype.type_size());
@@ -143,64 +153,27 @@ impl GgufReader {
         let len = len.and_then(|len| (len / block).checked_mul(size));
         let end = len.and_then(|len| usize::try_from(start).ok()?.checked_add(len));
         match end {
-            Some(end) if end <= self.map.len() => Ok(start as usize..end),
+            Some(end) if end <= self.len => Ok(start as usize..end),
             _ => bail!(
                 "{} ({} bytes) is not a complete GGUF file: tensor {} of shape {:?} and type {} at byte {start} goes beyond its end, or has no whole \
                  blocks\nhint: it may be cut off or damaged; fetch or export it again",
                 self.path.display(),
-                self.map.len(),
+                self.len,
                 tensor.name,
                 tensor.shape,
                 type_name(tensor.dtype)
             ),
         }
     }
-
-    /// Its tensors as weights by their names in the model: those that `tensors` list, as they would be written. Values are decoded when
-    /// they are read.
-    ///
-    /// # Errors
-    /// One that is missing, or has another shape.
-    pub fn into_checkpoint(self, tensors: &[GgufTensor]) -> Result<Checkpoint> {
-        let mut weights = BTreeMap::new();
-        for tensor in tensors {
-            let GgufContent::Weight { name, change } = &tensor.content else {
-                continue;
-            };
-            let Some(stored) = self.tensor(&tensor.name) else {
-                bail!(
-                    "{} has no tensor {}, which its metadata ask for",
-                    self.path.display(),
-                    tensor.name
-                );
-            };
-            if stored.shape != tensor.shape {
-                bail!(
-                    "tensor {} in {} has shape {:?}; expected {:?} from the metadata",
-                    tensor.name,
-                    self.path.display(),
-                    stored.shape,
-                    tensor.shape
-                );
-            }
-            let rows = StoredRows {
-                dtype: stored.dtype,
-                change: *change,
-            };
-            let place = self.place(stored)?;
-            weights.insert(name.clone(), (stored.shape.clone(), rows, place));
-        }
-        Ok(Checkpoint::of_stored_rows(self.path, self.map, weights))
-    }
 }
 
-/// Whether a file says that tensors begin at multiples of nothing, by which candle would divide.
+/// Bytes of a file that are looked at first: what is said before lists of tokens.
+const NEAR: u64 = 4 << 20;
+
+/// Whether the begin of a file says that tensors begin at multiples of nothing, by which candle would divide.
 fn has_no_alignment(bytes: &[u8]) -> bool {
     const KEY: &[u8] = b"general.alignment";
-    /// What is said before lists of tokens.
-    const NEAR: usize = 4 << 20;
-    let near = &bytes[..bytes.len().min(NEAR)];
-    let places = near.windows(KEY.len()).enumerate();
+    let places = bytes.windows(KEY.len()).enumerate();
     let mut places = places.filter(|(_, window)| *window == KEY);
     places.any(|(place, _)| {
         // The type of the value, and the value, of 32 or 64 bits.

@@ -68,8 +68,8 @@ impl RowChange {
         }
     }
 
-    /// The weight's rows of those of the file.
-    pub(super) fn undo(self, values: &mut Vec<f32>, shape: &[usize]) {
+    /// Makes the weight's rows of those of the file.
+    pub fn undo(self, values: &mut Vec<f32>, shape: &[usize]) {
         let width = row_width(shape);
         match self {
             Self::None => {}

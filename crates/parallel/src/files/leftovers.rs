@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Those of this process, the newest last.
-static LEFTOVERS: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
+static LEFTOVERS: Mutex<Vec<LeftoverEntry>> = Mutex::new(Vec::new());
 
 #[derive(Clone, Debug, PartialEq)]
-struct Entry {
+struct LeftoverEntry {
     path: PathBuf,
     /// Which file or folder it is, of which device: another one that has its name by now is somebody else's.
     identity: Option<(u64, u64)>,
@@ -20,11 +20,11 @@ struct Entry {
 
 /// A file or folder that goes again when the process is ended, as long as this is there.
 #[derive(Debug)]
-pub struct Leftover(Entry);
+pub struct Leftover(LeftoverEntry);
 
 impl Leftover {
     /// What `make` makes at `path`, a file or a folder that goes only if it is empty: a process that is ended meanwhile has made it or not.
-    pub(super) fn make<T>(
+    pub(crate) fn make<T>(
         path: PathBuf,
         make: impl FnOnce(&Path) -> Result<T>,
     ) -> Result<(T, Self)> {
@@ -43,8 +43,8 @@ impl Leftover {
         Ok((made, Self::add(&mut all, path, true)))
     }
 
-    fn add(all: &mut Vec<Entry>, path: PathBuf, with_content: bool) -> Self {
-        let entry = Entry {
+    fn add(all: &mut Vec<LeftoverEntry>, path: PathBuf, with_content: bool) -> Self {
+        let entry = LeftoverEntry {
             identity: identity(&path),
             path,
             with_content,
@@ -53,7 +53,7 @@ impl Leftover {
         Self(entry)
     }
 
-    pub(super) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.0.path
     }
 }
@@ -72,7 +72,7 @@ impl Drop for Leftover {
 pub fn remove_leftovers() {
     let all = leftovers();
     for entry in all.iter().rev() {
-        let Entry {
+        let LeftoverEntry {
             path, with_content, ..
         } = entry;
         if entry.identity.is_none() || entry.identity != identity(path) {
@@ -92,7 +92,7 @@ pub fn remove_leftovers() {
 }
 
 /// Gives what was made its name, which a process that is ended meanwhile has done or not: never is half of it there.
-pub(super) fn named<T>(name: impl FnOnce() -> T) -> T {
+pub(crate) fn named<T>(name: impl FnOnce() -> T) -> T {
     let _all = leftovers();
     name()
 }
@@ -103,6 +103,6 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     Some((metadata.dev(), metadata.ino()))
 }
 
-fn leftovers() -> MutexGuard<'static, Vec<Entry>> {
+fn leftovers() -> MutexGuard<'static, Vec<LeftoverEntry>> {
     LEFTOVERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
