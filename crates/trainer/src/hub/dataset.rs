@@ -1,13 +1,12 @@
 //! From the name of a data set on a hub to its files.
 
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use candle_core::{Error, Result, bail};
 
 use super::data_use::DataUse;
-use super::fetch::Fetch;
-use super::fetch_lock::FetchLock;
-use super::repo_spec::RepoKind;
+use super::fetch::{Cached, Fetch};
+use super::repo_spec::{RepoKind, is_inside};
 use super::snapshot::Snapshots;
 use super::{HubConfig, RepoSpec};
 use crate::counted::counted;
@@ -51,9 +50,22 @@ pub fn resolve_dataset_with(
     };
     let snapshots = Snapshots::new(&config.cache_dir, &spec);
     let wanted = Wanted { path: &path, usage };
-    let (commit, names) = fetch_dataset(&spec, &wanted, &snapshots, config)?;
-    let dir = snapshots.dir(&commit);
-    let (taken, left) = wanted.of(&names)?;
+    let cached = cached(&snapshots, &spec, &wanted).ok_or_else(|| {
+        Error::msg(format!(
+            "dataset {spec} is not complete in the cache {:?}, and HF_HUB_OFFLINE forbids to fetch it\nhint: unset HF_HUB_OFFLINE for one run",
+            config.cache_dir
+        ))
+    });
+    let get = |fetch: &Fetch<'_>| fetch_files(fetch, &spec, &wanted);
+    let found = Fetch::unless_cached(config, &spec, &snapshots, cached, get)?;
+    if !found.is_whole {
+        tracing::warn!(
+            "the cache has {} of dataset {spec}, which another program has fetched; whether the hub has more is not known",
+            counted(found.files.len(), "file")
+        );
+    }
+    let dir = snapshots.dir(&found.commit);
+    let (taken, left) = wanted.of(&found.files)?;
     Ok(DatasetFiles {
         files: taken.iter().map(|name| dir.join(name)).collect(),
         taken,
@@ -69,109 +81,53 @@ fn parse(name: &str) -> Option<(RepoSpec, String)> {
         kind: RepoKind::Dataset,
         ..RepoSpec::parse(&format!("{org}/{repo}"))?
     };
-    let is_inside = Path::new(path)
-        .components()
-        .all(|part| matches!(part, Component::Normal(_)));
-    is_inside.then(|| (spec, path.to_string()))
+    (path.is_empty() || is_inside(path)).then(|| (spec, path.to_string()))
 }
 
-/// Fetches what is missing; the commit and the names of all its files.
-fn fetch_dataset(
-    spec: &RepoSpec,
-    wanted: &Wanted<'_>,
-    snapshots: &Snapshots,
-    config: &HubConfig,
-) -> Result<(String, Vec<String>)> {
-    // Without the hub's list of files, what another program has fetched of them is all that is known.
-    let cached = |is_alone: bool| {
-        let commit = snapshots.commit(spec)?;
-        let there = || snapshots.there(&commit).filter(|_| is_alone);
-        let files = snapshots.listed(&commit).or_else(there)?;
-        let dir = snapshots.dir(&commit);
-        let (taken, _) = wanted.of(&files).ok()?;
-        let is_there = !taken.is_empty() && taken.iter().all(|file| dir.join(file).exists());
-        is_there.then_some((commit, files))
-    };
-    let warn = |(commit, files): &(String, Vec<String>)| {
-        if snapshots.listed(commit).is_none() {
-            tracing::warn!(
-                "the cache has {} of dataset {spec}, which another program has fetched; whether the hub has more is not known",
-                counted(files.len(), "file")
-            );
-        }
-    };
-    if config.offline {
-        return match cached(true) {
-            Some(cached) => {
-                warn(&cached);
-                Ok(cached)
-            }
-            None => bail!(
-                "dataset {spec} is not complete in the cache {:?}, and HF_HUB_OFFLINE forbids to fetch it\nhint: unset HF_HUB_OFFLINE for one run",
-                config.cache_dir
-            ),
-        };
-    }
-    if let (true, Some(cached)) = (spec.is_commit(), cached(false)) {
-        return Ok(cached);
-    }
-    let _lock = FetchLock::wait(&config.cache_dir, spec);
-    let fetch = Fetch::new(config, spec, snapshots)?;
-    let (commit, files) = match (fetch.list(), cached(true)) {
-        (Ok(listed), _) => listed,
-        (Err(failure), Some(cached)) if failure.is_transient() => {
-            tracing::warn!(
-                "cannot reach {}; using {spec} as it is in the cache",
-                config.endpoint
-            );
-            warn(&cached);
-            return Ok(cached);
-        }
-        (Err(failure), _) => return Err(fetch.error("the list of files", failure)),
-    };
-    let is_plain = |path: &str| {
-        Path::new(path)
-            .components()
-            .all(|part| matches!(part, Component::Normal(_)))
-    };
-    if !is_plain(&commit) || !files.iter().all(|file| is_plain(file)) {
-        return Err(Error::msg(format!(
-            "{} lists names for {spec} that lead out of its folder",
-            config.endpoint
-        )));
-    }
-    let (taken, left) = wanted.of(&files)?;
-    if taken.is_empty() {
-        let Wanted { path, usage } = wanted;
-        let hint = format!(
-            "hint: name the files you want: hub://datasets/{}/data/part-*.parquet",
-            spec.repo_id
-        );
-        match (left.is_empty(), usage) {
-            (true, _) => bail!(
-                "dataset {spec} has no file that ends in {ENDINGS} at {path:?}; its files are {}",
-                few(&files)
-            ),
-            (false, DataUse::Training) => bail!(
-                "dataset {spec} has files for validation or test only at {path:?}: {}\n{hint}",
-                few(&left)
-            ),
-            (false, DataUse::Evaluation) => bail!(
-                "dataset {spec} has files for training only at {path:?}: {}\n{hint}, or hold out a part of --data with --eval-fraction",
-                few(&left)
-            ),
-        }
-    }
+/// What the cache has, if that is all that is wanted. Without the hub's list of files, what another program has fetched of them is
+/// all that is known.
+fn cached(snapshots: &Snapshots, spec: &RepoSpec, wanted: &Wanted<'_>) -> Option<Cached> {
+    let commit = snapshots.commit(spec)?;
+    let listed = snapshots.listed(&commit);
+    let is_whole = listed.is_some();
+    let files = listed.or_else(|| snapshots.there(&commit))?;
+    let dir = snapshots.dir(&commit);
+    let (taken, _) = wanted.of(&files).ok()?;
+    let is_there = !taken.is_empty() && taken.iter().all(|file| dir.join(file).exists());
+    is_there.then_some(Cached {
+        commit,
+        files,
+        is_whole,
+    })
+}
+
+fn fetch_files(fetch: &Fetch<'_>, spec: &RepoSpec, wanted: &Wanted<'_>) -> Result<()> {
+    let (taken, left) = wanted.of(&fetch.files)?;
     for file in &taken {
-        if fetch.file(&commit, file)?.is_none() {
-            bail!("dataset {spec} has no {file}, which is in its list of files");
-        }
+        fetch.file(file)?;
     }
-    snapshots.set_listed(&commit, &files);
-    if snapshots.commit(spec).as_ref() != Some(&commit) {
-        fetch.set_commit(&commit)?;
+    if !taken.is_empty() {
+        return Ok(());
     }
-    Ok((commit, files))
+    let Wanted { path, usage } = wanted;
+    let hint = format!(
+        "hint: name the files you want: hub://datasets/{}/data/part-*.parquet",
+        spec.repo_id
+    );
+    match (left.is_empty(), usage) {
+        (true, _) => bail!(
+            "dataset {spec} has no file that ends in {ENDINGS} at {path:?}; its files are {}",
+            few(&fetch.files)
+        ),
+        (false, DataUse::Training) => bail!(
+            "dataset {spec} has files for validation or test only at {path:?}: {}\n{hint}",
+            few(&left)
+        ),
+        (false, DataUse::Evaluation) => bail!(
+            "dataset {spec} has files for training only at {path:?}: {}\n{hint}, or hold out a part of --data with --eval-fraction",
+            few(&left)
+        ),
+    }
 }
 
 /// What is wanted of a data set.

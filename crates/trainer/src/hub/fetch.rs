@@ -1,18 +1,20 @@
-//! Single files from the hub into the cache, resumed and checked.
+//! Files from the hub into the cache. `hf-hub` moves and resumes them; here one process of a host does it for all, and what
+//! arrived is checked and tried again.
 
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::io::{self, IsTerminal, Write};
-use std::os::unix::fs::MetadataExt;
-use std::path::{Component, Path, PathBuf};
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use candle_core::{Error, Result, bail};
-use hf_hub::api::sync::{Api, ApiBuilder, ApiError, Metadata};
+use candle_parallel::checkpoint::open_own_file;
+use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo, Metadata};
 use hf_hub::{Cache, Repo, RepoType};
 
 use crate::Activity;
 
-use super::repo_spec::RepoKind;
+use super::repo_spec::{RepoKind, is_inside};
 use super::snapshot::Snapshots;
 use super::{HubConfig, RepoSpec};
 
@@ -22,7 +24,7 @@ const NUM_TRIES: u32 = 3;
 const RETRY_PAUSE: Duration = Duration::from_millis(300);
 
 /// Why a request failed.
-pub(super) enum Failure {
+enum Failure {
     /// The hub answered with this HTTP status.
     Status(u16),
     /// Anything else: no connection, a connection that broke, a full disk, a file that is not whole.
@@ -31,7 +33,7 @@ pub(super) enum Failure {
 
 impl Failure {
     /// True when the same request may succeed later.
-    pub(super) fn is_transient(&self) -> bool {
+    fn is_transient(&self) -> bool {
         matches!(self, Self::Other(_) | Self::Status(429 | 500..))
     }
 }
@@ -48,76 +50,100 @@ impl From<ApiError> for Failure {
     }
 }
 
-/// Fetches one repository's files.
+/// Files of one commit that are in the cache.
+pub(super) struct Cached {
+    pub(super) commit: String,
+    /// All files of the commit, as far as they are known.
+    pub(super) files: Vec<String>,
+    /// Whether it is known that nothing is missing.
+    pub(super) is_whole: bool,
+}
+
+/// Fetches files of the commit that a revision names now.
 pub(super) struct Fetch<'a> {
     config: &'a HubConfig,
     spec: &'a RepoSpec,
     snapshots: &'a Snapshots,
     api: Api,
-    cache: Cache,
-    repo: Repo,
+    commit: String,
+    /// The files of the commit, as the hub lists them.
+    pub(super) files: Vec<String>,
 }
 
 impl<'a> Fetch<'a> {
-    pub(super) fn new(
+    /// Has `get` fetch what it needs, unless what is `cached` will do: offline, for a commit that is whole, and when the hub
+    /// cannot be reached.
+    pub(super) fn unless_cached(
         config: &'a HubConfig,
         spec: &'a RepoSpec,
         snapshots: &'a Snapshots,
-    ) -> Result<Self> {
-        let cache = Cache::new(config.cache_dir.clone());
-        let api = ApiBuilder::from_cache(cache.clone())
-            .with_endpoint(config.endpoint.clone())
-            .with_token(config.token.clone())
-            .with_progress(io::stderr().is_terminal())
-            .build();
-        let api = match api {
-            Ok(api) => api,
-            Err(e) => bail!("cannot set up the client of {}: {e}", config.endpoint),
-        };
-        let kind = match spec.kind {
-            RepoKind::Model => RepoType::Model,
-            RepoKind::Dataset => RepoType::Dataset,
-        };
-        let repo = Repo::with_revision(spec.repo_id.clone(), kind, spec.revision.clone());
-        Ok(Self {
+        cached: Result<Cached>,
+        get: impl FnOnce(&Self) -> Result<()>,
+    ) -> Result<Cached> {
+        let is_whole = |cached: &Cached| spec.is_commit() && cached.is_whole;
+        if config.offline || cached.as_ref().is_ok_and(is_whole) {
+            return cached;
+        }
+        let _lock = lock(&config.cache_dir, spec);
+        let mut fetch = Self {
             config,
             spec,
             snapshots,
-            api,
-            cache,
-            repo,
+            api: client(config)?,
+            commit: String::new(),
+            files: Vec::new(),
+        };
+        let info = match (fetch.repo().info().map_err(Failure::from), cached) {
+            (Ok(info), _) => info,
+            (Err(failure), Ok(cached)) if failure.is_transient() => {
+                tracing::warn!(
+                    "cannot reach {}; using {spec} as it is in the cache",
+                    config.endpoint
+                );
+                return Ok(cached);
+            }
+            (Err(failure), _) => return Err(fetch.error("the list of files", failure)),
+        };
+        let files = info.siblings.into_iter().map(|file| file.rfilename);
+        (fetch.commit, fetch.files) = (info.sha, files.collect());
+        if !is_inside(&fetch.commit) || !fetch.files.iter().all(|file| is_inside(file)) {
+            bail!(
+                "{} lists names for {spec} that lead out of its folder",
+                config.endpoint
+            );
+        }
+        get(&fetch)?;
+        let Self { commit, files, .. } = fetch;
+        if snapshots.listed(&commit).is_none() {
+            snapshots.set_listed(&commit, &files);
+        }
+        if snapshots.commit(spec).as_ref() != Some(&commit)
+            && let Err(e) = snapshots.set_commit(spec, &commit)
+        {
+            bail!(
+                "cannot write to the model cache {:?}: {e}",
+                config.cache_dir
+            );
+        }
+        Ok(Cached {
+            commit,
+            files,
+            is_whole: true,
         })
     }
 
-    /// The commit that the revision names now, taken from the headers of `file`.
-    pub(super) fn commit(&self, file: &str) -> std::result::Result<String, Failure> {
-        Ok(self.metadata(file)?.commit_hash().to_string())
+    /// Whether the commit has such a file.
+    pub(super) fn has(&self, file: &str) -> bool {
+        self.files.iter().any(|there| there == file)
     }
 
-    /// The commit that the revision names now, and its files.
-    pub(super) fn list(&self) -> std::result::Result<(String, Vec<String>), Failure> {
-        let info = self.api.repo(self.repo.clone()).info()?;
-        let files = info.siblings.into_iter().map(|file| file.rfilename);
-        Ok((info.sha, files.collect()))
-    }
-
-    /// Makes `file` of `commit` be in the snapshot; `None` when the commit has no such file.
-    pub(super) fn file(&self, commit: &str, file: &str) -> Result<Option<PathBuf>> {
-        let path = self.snapshots.dir(commit).join(file);
-        if path.exists() {
-            return Ok(Some(path));
-        }
-        if self.snapshots.is_known_absent(commit, file) {
-            return Ok(None);
-        }
+    /// Makes `file` be in the snapshot, and returns where.
+    pub(super) fn file(&self, file: &str) -> Result<PathBuf> {
+        let path = self.snapshots.dir(&self.commit).join(file);
         let mut num_tries = 1;
-        loop {
-            match self.try_file(commit, file, &path) {
-                Ok(()) => return Ok(Some(path)),
-                Err(Failure::Status(404)) => {
-                    self.snapshots.set_absent(commit, file);
-                    return Ok(None);
-                }
+        while !path.exists() {
+            match self.try_file(file, &path) {
+                Ok(()) => break,
                 Err(failure) if failure.is_transient() && num_tries < NUM_TRIES => {
                     std::thread::sleep(RETRY_PAUSE * 2u32.pow(num_tries - 1));
                     num_tries += 1;
@@ -125,31 +151,22 @@ impl<'a> Fetch<'a> {
                 Err(failure) => return Err(self.error(file, failure)),
             }
         }
+        Ok(path)
     }
 
-    fn try_file(&self, commit: &str, file: &str, path: &Path) -> std::result::Result<(), Failure> {
+    fn try_file(&self, file: &str, path: &Path) -> std::result::Result<(), Failure> {
         let metadata = self.metadata(file)?;
-        if metadata.commit_hash() != commit {
-            return Err(Failure::Other(format!(
-                "the revision moved from commit {commit} to {} meanwhile; run again",
-                metadata.commit_hash()
-            )));
-        }
         let size = metadata.size() as u64;
-        let blob = self
-            .cache
-            .repo(self.repo.clone())
-            .blob_path(metadata.etag());
+        let blob = self.snapshots.blob(metadata.etag());
+        // A link whose target is gone would be in the way of the new one.
+        remove(path)?;
         if blob.exists() {
             // Another commit has the same file: nothing to transfer.
-            if file_len(&blob) == Some(size) && link(&blob, path, file).is_ok() {
+            if file_len(&blob) == size && link(&blob, path, file).is_ok() {
                 return Ok(());
             }
             remove(&blob)?;
         }
-        // A link whose target is gone would be in the way of the new one.
-        remove(path)?;
-        // A partial file that is not shorter than the whole cannot be continued.
         let partial = blob.with_extension("part");
         let lock = blob.with_extension("lock");
         // hf-hub writes to them whatever they are: a link would lead to somebody else's file.
@@ -161,11 +178,12 @@ impl<'a> Fetch<'a> {
                 remove(path)?;
             }
         }
-        if file_len(&partial).is_some_and(|len| len >= size) {
+        // A partial file that is not shorter than the whole cannot be continued.
+        if file_len(&partial) >= size {
             remove(&partial)?;
         }
         let _activity = self.announce(file, size, partial);
-        self.api.repo(self.repo.clone()).download(file)?;
+        self.repo().download(file)?;
         if let Err(reason) = check(path, size) {
             remove(&blob)?;
             remove(path)?;
@@ -175,24 +193,34 @@ impl<'a> Fetch<'a> {
     }
 
     fn metadata(&self, file: &str) -> std::result::Result<Metadata, Failure> {
-        let metadata = self
-            .api
-            .metadata(&self.api.repo(self.repo.clone()).url(file))?;
-        // Both become parts of paths in the cache.
-        for (header, value) in [
-            ("ETag", metadata.etag()),
-            ("X-Repo-Commit", metadata.commit_hash()),
-        ] {
-            let is_plain = Path::new(value)
-                .components()
-                .all(|c| matches!(c, Component::Normal(_)));
-            if value.is_empty() || !is_plain {
-                return Err(Failure::Other(format!(
-                    "the server sent the header {header}: {value:?}"
-                )));
-            }
+        let metadata = self.api.metadata(&self.repo().url(file))?;
+        let (etag, commit) = (metadata.etag(), metadata.commit_hash());
+        // It becomes part of a path in the cache.
+        if !is_inside(etag) {
+            return Err(Failure::Other(format!(
+                "the server sent the header ETag: {etag:?}"
+            )));
+        }
+        if commit != self.commit {
+            return Err(Failure::Other(format!(
+                "the revision moved from commit {} to {commit} meanwhile; run again",
+                self.commit
+            )));
         }
         Ok(metadata)
+    }
+
+    fn repo(&self) -> ApiRepo {
+        let RepoSpec {
+            kind,
+            repo_id,
+            revision,
+        } = self.spec.clone();
+        let kind = match kind {
+            RepoKind::Model => RepoType::Model,
+            RepoKind::Dataset => RepoType::Dataset,
+        };
+        self.api.repo(Repo::with_revision(repo_id, kind, revision))
     }
 
     /// Where there is no terminal for a bar, lines say what is going on, and how much of the file is there, `partial`.
@@ -207,12 +235,12 @@ impl<'a> Fetch<'a> {
             size as f64 / 1e6
         );
         let name = format!("fetching {file}");
-        let done = move || file_len(&partial).unwrap_or(0);
+        let done = move || file_len(&partial);
         Some(Activity::of_bytes(&name, Some(size), done))
     }
 
     /// The error of a request for `file`.
-    pub(super) fn error(&self, file: &str, failure: Failure) -> Error {
+    fn error(&self, file: &str, failure: Failure) -> Error {
         let HubConfig {
             endpoint, token, ..
         } = self.config;
@@ -249,17 +277,37 @@ impl<'a> Fetch<'a> {
             ),
         })
     }
+}
 
-    /// Records in the cache that the revision names `commit`.
-    pub(super) fn set_commit(&self, commit: &str) -> Result<()> {
-        match self.snapshots.set_commit(self.spec, commit) {
-            Ok(()) => Ok(()),
-            Err(e) => bail!(
-                "cannot write to the model cache {:?}: {e}",
-                self.config.cache_dir
-            ),
-        }
+fn client(config: &HubConfig) -> Result<Api> {
+    let api = ApiBuilder::from_cache(Cache::new(config.cache_dir.clone()))
+        .with_endpoint(config.endpoint.clone())
+        .with_token(config.token.clone())
+        .with_progress(io::stderr().is_terminal())
+        .build();
+    match api {
+        Ok(api) => Ok(api),
+        Err(e) => bail!("cannot set up the client of {}: {e}", config.endpoint),
     }
+}
+
+/// Waits until no other process fetches this repository into this cache: hf-hub's own locks, one per file, are waited for
+/// five seconds only.
+///
+/// Where there can be no lock, as in a cache that is complete and read-only, it goes on without: files get their names when
+/// they are whole, so processes that fetch at the same time only move too many bytes.
+fn lock(cache_dir: &Path, spec: &RepoSpec) -> Option<File> {
+    let dir = cache_dir.join(".locks");
+    let name = format!("candle-train--{}.lock", spec.repo_id.replace('/', "--"));
+    fs::create_dir_all(&dir).ok()?;
+    let mut options = File::options();
+    let options = options.write(true).create(true).truncate(false);
+    let file = open_own_file(&dir.join(name), options).ok()?;
+    if let Err(TryLockError::WouldBlock) = file.try_lock() {
+        tracing::info!("waiting for another process that fetches {spec}");
+    }
+    // Granted at once if it is held already.
+    file.lock().ok().map(|()| file)
 }
 
 fn is_weights(file: &Path) -> bool {
@@ -267,8 +315,9 @@ fn is_weights(file: &Path) -> bool {
         .is_some_and(|ending| ending == "safetensors")
 }
 
-fn file_len(path: &Path) -> Option<u64> {
-    fs::metadata(path).ok().map(|metadata| metadata.len())
+/// The size of a file; of one that is not there it is 0.
+fn file_len(path: &Path) -> u64 {
+    fs::metadata(path).map_or(0, |metadata| metadata.len())
 }
 
 fn remove(path: &Path) -> std::result::Result<(), Failure> {
@@ -280,69 +329,27 @@ fn remove(path: &Path) -> std::result::Result<(), Failure> {
     }
 }
 
-/// Whether a file holds records that are no JSON as a whole.
-fn is_data(file: &Path) -> bool {
-    let ending = file.extension().and_then(|ending| ending.to_str());
-    matches!(
-        ending,
-        Some("txt" | "jsonl" | "ndjson" | "csv" | "tsv" | "parquet")
-    )
-}
-
-/// Whether the file at `path` is whole. Weights have exactly `size` bytes; text may have been compressed on its way, so
-/// that `size` says little, but a part of a JSON file cannot be parsed. Of templates and licences any part is valid:
-/// there only what is no text is noticed.
+/// Whether the file at `path` is whole, which hf-hub does not look at. Weights have exactly `size` bytes; what was compressed on
+/// its way is longer, and a part of a JSON file cannot be parsed.
 fn check(path: &Path, size: u64) -> std::result::Result<(), String> {
-    if is_weights(path) {
-        return match file_len(path) {
-            Some(len) if len == size => Ok(()),
-            len => Err(format!(
-                "{} bytes arrived, expected {size}",
-                len.unwrap_or(0)
-            )),
-        };
+    let len = file_len(path);
+    if len < size || is_weights(path) && len > size {
+        return Err(format!("{len} bytes arrived, expected {size}"));
     }
-    if is_data(path) {
-        // What was compressed on its way is longer.
-        return match file_len(path) {
-            Some(len) if len >= size => Ok(()),
-            len => Err(format!(
-                "{} bytes arrived, expected {size}",
-                len.unwrap_or(0)
-            )),
-        };
+    if path.extension().is_some_and(|ending| ending == "json") {
+        let bytes = fs::read(path).map_err(|e| e.to_string())?;
+        serde_json::from_slice::<serde::de::IgnoredAny>(&bytes)
+            .map_err(|e| format!("what arrived is not valid JSON: {e}"))?;
     }
-    let bytes = fs::read(path).map_err(|e| e.to_string())?;
-    let is_json = path.extension().is_some_and(|ending| ending == "json");
-    if !is_json {
-        return match std::str::from_utf8(&bytes) {
-            Ok("") if size > 0 => Err(format!("0 bytes arrived, expected {size}")),
-            Ok(_) => Ok(()),
-            Err(e) => Err(format!("what arrived is not UTF-8: {e}")),
-        };
-    }
-    match serde_json::from_slice::<serde::de::IgnoredAny>(&bytes) {
-        Ok(_) => Ok(()),
-        Err(e) => Err(format!("what arrived is not valid JSON: {e}")),
-    }
+    Ok(())
 }
 
 /// Links the snapshot's `path`, that of `file`, to `blob`: two folders up from the snapshot's own, in `blobs`.
-#[cfg(unix)]
 fn link(blob: &Path, path: &Path, file: &str) -> io::Result<()> {
     let (Some(dir), Some(name)) = (path.parent(), blob.file_name()) else {
         return Err(io::ErrorKind::InvalidInput.into());
     };
     fs::create_dir_all(dir)?;
-    if path.symlink_metadata().is_ok() {
-        fs::remove_file(path)?;
-    }
     let up = "../".repeat(1 + Path::new(file).components().count());
-    std::os::unix::fs::symlink(Path::new(&up).join("blobs").join(name), path)
-}
-
-/// Links need special rights on this system: the file is fetched once per commit.
-#[cfg(not(unix))]
-fn link(_blob: &Path, _path: &Path, _file: &str) -> io::Result<()> {
-    Err(io::ErrorKind::Unsupported.into())
+    symlink(Path::new(&up).join("blobs").join(name), path)
 }

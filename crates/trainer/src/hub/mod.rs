@@ -11,7 +11,6 @@
 mod data_use;
 mod dataset;
 mod fetch;
-mod fetch_lock;
 mod hub_config;
 mod repo_spec;
 mod resolve;

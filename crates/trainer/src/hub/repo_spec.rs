@@ -1,6 +1,7 @@
 //! The name of a model or dataset on a hub: `org/name[@revision]`.
 
 use std::fmt;
+use std::path::{Component, Path};
 
 /// What a repository holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -65,4 +66,10 @@ pub(super) fn is_name(name: &str) -> bool {
         && name
             .bytes()
             .all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
+}
+
+/// Whether a path that comes from elsewhere stays inside the folder that it is joined to.
+pub(super) fn is_inside(path: &str) -> bool {
+    let mut parts = Path::new(path).components();
+    parts.all(|part| matches!(part, Component::Normal(_))) && !path.is_empty()
 }

@@ -3,10 +3,9 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, bail};
 
-use super::fetch::{Failure, Fetch};
-use super::fetch_lock::FetchLock;
+use super::fetch::{Cached, Fetch};
 use super::repo_spec::is_name;
 use super::snapshot::{
     CHAT_TEMPLATE, MORE_CHAT_TEMPLATES, Needs, OPTIONAL_FILES, REQUIRED_FILES, Snapshots,
@@ -116,110 +115,59 @@ fn parse(spec: &str) -> Result<RepoSpec> {
 
 fn fetch_model(spec: &RepoSpec, config: &HubConfig, needs: Needs) -> Result<PathBuf> {
     let snapshots = Snapshots::new(&config.cache_dir, spec);
-    let cached = snapshots.complete(spec, needs);
-    if config.offline {
-        return match cached {
-            Ok(dir) => Ok(dir),
-            Err(missing) => bail!(
-                "model {spec} is not complete in the cache {:?}: it lacks {missing}, there is no folder {:?} here, and HF_HUB_OFFLINE forbids to fetch it\nhint: unset HF_HUB_OFFLINE for one run, or give the folder of a checkpoint",
-                config.cache_dir,
-                spec.repo_id
-            ),
-        };
-    }
-    if spec.is_commit()
-        && let Ok(dir) = cached
-    {
-        return Ok(dir);
-    }
-    let _lock = FetchLock::wait(&config.cache_dir, spec);
-    let fetch = Fetch::new(config, spec, &snapshots)?;
-    let commit = match (fetch.commit(REQUIRED_FILES[0]), cached) {
-        (Ok(commit), _) => commit,
-        (Err(failure), Ok(dir)) if failure.is_transient() => {
-            tracing::warn!(
-                "cannot reach {}; using {spec} as it is in the cache",
-                config.endpoint
-            );
-            return Ok(dir);
-        }
-        (Err(failure), _) => return Err(fetch.error(REQUIRED_FILES[0], failure)),
+    let cached = match snapshots.complete(spec, needs) {
+        Ok(commit) => Ok(Cached {
+            commit,
+            files: Vec::new(),
+            is_whole: true,
+        }),
+        Err(missing) => Err(Error::msg(format!(
+            "model {spec} is not complete in the cache {:?}: it lacks {missing}, there is no folder {:?} here, and HF_HUB_OFFLINE forbids to fetch it\nhint: unset HF_HUB_OFFLINE for one run, or give the folder of a checkpoint",
+            config.cache_dir, spec.repo_id
+        ))),
     };
-    fetch_snapshot(&fetch, (spec, &snapshots), &commit, needs)?;
-    if snapshots.commit(spec).as_ref() != Some(&commit) {
-        fetch.set_commit(&commit)?;
-    }
-    Ok(snapshots.dir(&commit))
+    let get = |fetch: &Fetch<'_>| fetch_files(fetch, spec, needs);
+    let found = Fetch::unless_cached(config, spec, &snapshots, cached, get)?;
+    Ok(snapshots.dir(&found.commit))
 }
 
-/// Fetches what the snapshot of `commit` lacks, small files first: a model that cannot be used is found out before
-/// gigabytes have been moved.
-fn fetch_snapshot(
-    fetch: &Fetch<'_>,
-    (spec, snapshots): (&RepoSpec, &Snapshots),
-    commit: &str,
-    needs: Needs,
-) -> Result<()> {
+/// Fetches what the snapshot lacks, small files first: a model that cannot be used is found out before gigabytes have been
+/// moved.
+fn fetch_files(fetch: &Fetch<'_>, spec: &RepoSpec, needs: Needs) -> Result<()> {
     for file in REQUIRED_FILES {
-        if fetch.file(commit, file)?.is_none() {
+        if !fetch.has(file) {
             bail!(
                 "model {spec} has no {file}\nhint: only models with config.json, tokenizer.json and safetensors weights are supported; transformers' save_pretrained writes them"
             );
         }
+        fetch.file(file)?;
     }
-    for file in OPTIONAL_FILES {
-        fetch.file(commit, file)?;
+    let is_template = |file: &str| {
+        let name = file.strip_prefix(MORE_CHAT_TEMPLATES);
+        name.is_some_and(|name| is_name(name) && name.ends_with(".jinja"))
+            && fetch.has(CHAT_TEMPLATE)
+    };
+    for file in &fetch.files {
+        if OPTIONAL_FILES.contains(&file.as_str()) || is_template(file) {
+            fetch.file(file)?;
+        }
     }
-    if snapshots.dir(commit).join(CHAT_TEMPLATE).exists() {
-        fetch_more_templates(fetch, (spec, snapshots), commit)?;
-    }
-    if needs == Needs::Tokenizer || fetch.file(commit, WEIGHTS)?.is_some() {
+    if needs == Needs::Tokenizer {
         return Ok(());
     }
-    let Some(index) = fetch.file(commit, WEIGHT_INDEX)? else {
+    if fetch.has(WEIGHTS) {
+        return fetch.file(WEIGHTS).map(drop);
+    }
+    if !fetch.has(WEIGHT_INDEX) {
         bail!(
             "model {spec} has neither {WEIGHTS} nor {WEIGHT_INDEX}\nhint: only safetensors weights are supported; transformers' save_pretrained converts others"
         );
-    };
-    for shard in read_shard_names(&index)? {
-        if fetch.file(commit, &shard)?.is_none() {
+    }
+    for shard in read_shard_names(&fetch.file(WEIGHT_INDEX)?)? {
+        if !fetch.has(&shard) {
             bail!("model {spec} has no {shard}, which its {WEIGHT_INDEX} names");
         }
-    }
-    Ok(())
-}
-
-/// Fetches the chat templates beside the first one, of which only the hub's list of the files tells the names.
-fn fetch_more_templates(
-    fetch: &Fetch<'_>,
-    (spec, snapshots): (&RepoSpec, &Snapshots),
-    commit: &str,
-) -> Result<()> {
-    let files = match snapshots.listed(commit) {
-        Some(files) => files,
-        None => match fetch.list() {
-            Ok((of_commit, files)) if of_commit == commit => {
-                snapshots.set_listed(commit, &files);
-                files
-            }
-            Ok((of_commit, _)) => bail!(
-                "the revision of model {spec} moved from commit {commit} to {of_commit} meanwhile\nhint: run again"
-            ),
-            Err(Failure::Status(_)) => {
-                // A mirror with files alone.
-                tracing::warn!(
-                    "{spec}: there is no list of its files, so its additional chat templates are not fetched"
-                );
-                return Ok(());
-            }
-            Err(failure) => return Err(fetch.error("the list of files", failure)),
-        },
-    };
-    for file in files {
-        let name = file.strip_prefix(MORE_CHAT_TEMPLATES);
-        if name.is_some_and(|name| is_name(name) && name.ends_with(".jinja")) {
-            fetch.file(commit, &file)?;
-        }
+        fetch.file(&shard)?;
     }
     Ok(())
 }

@@ -1,11 +1,11 @@
 //! One repository in the cache: which commits are there, and whether completely.
 //!
 //! Layout of the standard cache: `models--org--name/refs/REVISION` holds a commit, `snapshots/COMMIT/FILE` is a link into
-//! `blobs/`, and `.no_exist/COMMIT/FILE` records that the commit has no such file.
+//! `blobs/`. Of a snapshot that was fetched here, `.files/COMMIT` has the hub's list of the commit's files.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -66,6 +66,11 @@ impl Snapshots {
         self.dir.join("snapshots").join(commit)
     }
 
+    /// Where the content with this tag is.
+    pub(super) fn blob(&self, etag: &str) -> PathBuf {
+        self.dir.join("blobs").join(etag)
+    }
+
     /// The commit that the revision named when the hub was last asked.
     pub(super) fn commit(&self, spec: &RepoSpec) -> Option<String> {
         if spec.is_commit() {
@@ -89,8 +94,8 @@ impl Snapshots {
         WholeFile::replace(&path, commit.as_bytes())
     }
 
-    /// The revision's snapshot, or the name of the first file that it lacks.
-    pub(super) fn complete(&self, spec: &RepoSpec, needs: Needs) -> Result<PathBuf, String> {
+    /// The commit of the revision's snapshot, or the name of the first file that the snapshot lacks.
+    pub(super) fn complete(&self, spec: &RepoSpec, needs: Needs) -> Result<String, String> {
         let Some(commit) = self.commit(spec) else {
             return Err("any file of it".to_string());
         };
@@ -105,23 +110,8 @@ impl Snapshots {
             files.push(WEIGHTS.to_string());
         }
         match files.into_iter().find(|file| !dir.join(file).exists()) {
-            None => Ok(dir),
+            None => Ok(commit),
             Some(missing) => Err(missing),
-        }
-    }
-
-    /// True when the hub has said before that `commit` has no such file.
-    pub(super) fn is_known_absent(&self, commit: &str, file: &str) -> bool {
-        self.absence(commit, file).exists()
-    }
-
-    /// Records that `commit` has no such file. Failing to costs a request next time, nothing else.
-    pub(super) fn set_absent(&self, commit: &str, file: &str) {
-        let path = self.absence(commit, file);
-        if let Some(dir) = path.parent()
-            && fs::create_dir_all(dir).is_ok()
-        {
-            let _ = File::create_new(path);
         }
     }
 
@@ -172,10 +162,6 @@ impl Snapshots {
 
     fn list(&self, commit: &str) -> PathBuf {
         self.dir.join(".files").join(commit)
-    }
-
-    fn absence(&self, commit: &str, file: &str) -> PathBuf {
-        self.dir.join(".no_exist").join(commit).join(file)
     }
 }
 

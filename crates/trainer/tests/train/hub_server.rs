@@ -80,11 +80,11 @@ impl HubServer {
         }
     }
 
-    /// Requests since the last call that asked for more than a first byte.
+    /// Requests since the last call that asked for more than a first byte of a file.
     pub fn take_downloads(&self) -> Vec<String> {
         let log = std::mem::take(&mut self.state.lock().unwrap().log);
         log.into_iter()
-            .filter(|request| !request.ends_with("bytes=0-0"))
+            .filter(|request| !request.ends_with("bytes=0-0") && !request.contains(" /api/"))
             .collect()
     }
 }
