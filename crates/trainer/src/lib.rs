@@ -67,7 +67,7 @@ pub use data::{
 pub use eval_batches::EvalBatches;
 pub use evaluation::{EvalHistory, EvalMetrics, Evaluation};
 pub use generate::{GenerateConfig, generate};
-pub use gguf::{GgufVocab, gguf_vocab, template_from_gguf, tokenizer_from_gguf};
+pub use gguf::{GgufVocab, gguf_vocab};
 pub use loss_range::{LossHistory, LossRange};
 pub use lr_schedule::{LrDecay, LrSchedule};
 pub use memory_report::{

@@ -1,10 +1,8 @@
 //! How texts are split before merges of bytes: the regular expressions of `tokenizer.json`, and llama.cpp's names for them
 //! (`tokenizer.ggml.pre`).
 
-use std::collections::BTreeSet;
-
 use candle_core::{Result, bail};
-use serde_json::{Value, json};
+use serde_json::Value;
 use strsim::normalized_damerau_levenshtein as similarity;
 
 /// GPT-2's own, which a ByteLevel pre-tokenizer has without a regular expression.
@@ -95,36 +93,7 @@ pub(super) fn find(
     }
 }
 
-/// The one that llama.cpp calls so.
-pub(super) fn named(name: &str) -> Result<&'static Pre> {
-    let name = match name {
-        "llama3" | "llama-v3" => "llama-bpe",
-        "gpt2" | "default" => "gpt-2",
-        "deepseek-r1-qwen" => "qwen2",
-        other => other,
-    };
-    match KNOWN.iter().find(|pre| pre.name == name) {
-        Some(pre) => Ok(pre),
-        None => {
-            let names: BTreeSet<_> = KNOWN.iter().map(|pre| pre.name).collect();
-            let names: Vec<_> = names.into_iter().collect();
-            bail!(
-                "tokenizer.ggml.pre is {name:?}; supported: {}",
-                names.join(", ")
-            )
-        }
-    }
-}
-
 impl Pre {
-    /// As `tokenizer.json` says it.
-    pub fn to_json(&self) -> Value {
-        let split = |step: &&str| json!({"type": "Split", "pattern": {"Regex": step}, "behavior": "Isolated", "invert": false});
-        let mut all: Vec<Value> = self.steps.iter().map(split).collect();
-        all.push(json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}));
-        json!({"type": "Sequence", "pretokenizers": all})
-    }
-
     /// What llama.cpp, whose own expression it is not, makes otherwise of texts.
     pub fn difference(&self) -> Option<String> {
         ["tekken", "gpt-4o"].contains(&self.name).then(|| {
@@ -134,11 +103,6 @@ impl Pre {
                 self.name
             )
         })
-    }
-
-    /// Whether a word that is a token is that, whatever the merges make of it.
-    pub fn ignores_merges(&self) -> bool {
-        self.ignores_merges
     }
 }
 
@@ -194,14 +158,20 @@ mod tests {
 
     use super::{KNOWN, LLAMA3, find};
 
-    /// What is written of a name is found as that name again.
+    /// As `tokenizer.json` has them; `scripts/llama-cpp-check.sh` looks at what llama.cpp makes of them.
     #[test]
     fn each_is_found() {
-        for pre in &KNOWN {
-            let json = pre.to_json();
-            let list = json["pretokenizers"].as_array().unwrap();
-            let found = find(list, pre.ignores_merges(), || true).unwrap();
-            assert_eq!(found.name, pre.name);
+        let file = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../tests/fixtures/pre_tokenizers.json"
+        );
+        let cases: Vec<Value> =
+            serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+        assert_eq!(cases.len(), KNOWN.len());
+        for case in cases {
+            let list = case["pre_tokenizer"]["pretokenizers"].as_array().unwrap();
+            let found = find(list, case["ignore_merges"] == true, || true).unwrap();
+            assert_eq!(found.name, case["name"]);
         }
         let bare = [json!({"type": "ByteLevel", "add_prefix_space": false})];
         assert_eq!(find(&bare, false, || true).unwrap().name, "gpt-2");

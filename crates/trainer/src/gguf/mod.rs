@@ -1,19 +1,15 @@
-//! A tokenizer in a GGUF file: what llama.cpp needs to make the same token ids of texts, and back.
+//! A tokenizer in a GGUF file: what llama.cpp needs to make the same token ids of texts.
 
 mod byte_level;
-mod from_gguf;
 mod sentence_piece;
 mod to_gguf;
 
-pub use from_gguf::{template_from_gguf, tokenizer_from_gguf};
 pub use to_gguf::{GgufVocab, gguf_vocab};
 
 /// Kinds of tokens, by their numbers in a file.
 mod kind {
     /// Of ordinary text.
     pub const NORMAL: i32 = 1;
-    /// What stands for text that no token has.
-    pub const UNKNOWN: i32 = 2;
     /// Never part of a text.
     pub const CONTROL: i32 = 3;
     /// Added, and found in texts before anything else.

@@ -85,26 +85,6 @@ pub(super) fn scores(tokens: &[Option<String>], merges: &[(String, String)]) -> 
     (scores, num_other)
 }
 
-/// Merges in their order: all pairs of tokens that make a token, the one with the highest score first.
-pub(super) fn merges(tokens: &[(String, f32)]) -> Vec<(String, String)> {
-    let known: HashMap<&str, f32> = tokens
-        .iter()
-        .map(|(token, score)| (token.as_str(), *score))
-        .collect();
-    let mut merges = Vec::new();
-    for (token, score) in tokens.iter().filter(|(_, score)| *score > LOWEST) {
-        let pairs = splits(token);
-        let pairs =
-            pairs.filter(|(left, right)| known.contains_key(left) && known.contains_key(right));
-        merges.extend(pairs.map(|(left, right)| (*score, left, right)));
-    }
-    merges.sort_by(|a, b| b.0.total_cmp(&a.0));
-    let pairs = merges.into_iter();
-    pairs
-        .map(|(_, left, right)| (left.to_string(), right.to_string()))
-        .collect()
-}
-
 /// All ways to cut a text in two.
 fn splits(text: &str) -> impl Iterator<Item = (&str, &str)> {
     text.char_indices()

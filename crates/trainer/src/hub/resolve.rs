@@ -87,8 +87,8 @@ fn local_dir(spec: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(spec);
     if path.is_file() && is_gguf(path) {
         bail!(
-            "model {spec:?} is a GGUF file: generate and inspect read one, and what trains, merges or exports a model needs the folder that it was made \
-             from\nhint: give the folder that holds config.json, or org/name of the model on the hub"
+            "model {spec:?} is a GGUF file, which llama.cpp runs: llama-cli -m {spec}\nhint: give the folder that it was made from, which holds config.json, or \
+             org/name of the model on the hub; inspect tells what is in a GGUF file"
         );
     }
     if path.is_file() {
