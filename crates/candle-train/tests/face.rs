@@ -10,8 +10,9 @@ use syn::{
 };
 
 /// The crates that the facade has, and under which names.
-const CRATES: [(&str, &str); 6] = [
+const CRATES: [(&str, &str); 7] = [
     ("comm", "crates/comm"),
+    ("data", "crates/data"),
     ("ops", "crates/ops"),
     ("parallel", "crates/parallel"),
     ("models", "models"),

@@ -1,0 +1,19 @@
+//! Sequences of tokens that a model is trained and evaluated on: [`Samples`], and [`Batches`] of them.
+
+mod batches;
+mod eval_batches;
+mod first_fit;
+mod held_out;
+mod micro_batch;
+mod overlong;
+mod sample_config;
+mod sample_order;
+mod samples;
+mod training_data;
+
+pub use batches::{BatchConfig, BatchRamp, Batches};
+pub use eval_batches::EvalBatches;
+pub use overlong::Overlong;
+pub use sample_config::SampleConfig;
+pub use samples::{Sample, Samples};
+pub use training_data::{DataPosition, Filling, TrainingData};
