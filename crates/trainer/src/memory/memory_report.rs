@@ -138,8 +138,7 @@ pub fn memory_in_words(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::available_memory::AvailableMemory;
-    use super::check_against;
+    use super::{AvailableMemory, check_against};
 
     #[test]
     fn more_than_is_left_is_a_warning_and_more_than_there_is_an_error() {
