@@ -13,6 +13,7 @@ mod file_format;
 mod gguf;
 mod guarded;
 mod json_file;
+mod own_lock;
 mod record_error;
 mod records;
 mod sequences;

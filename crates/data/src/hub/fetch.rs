@@ -1,18 +1,18 @@
 //! Files from the hub into the cache. `hf-hub` moves and resumes them; here one process of a host does it for all, and what
 //! arrived is checked and tried again.
 
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File};
 use std::io::{self, IsTerminal, Write};
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use candle_core::{Error, Result, bail};
-use candle_parallel::checkpoint::open_own_file;
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo, Metadata};
 use hf_hub::{Cache, Repo, RepoType};
 
 use crate::activity::Activity;
+use crate::own_lock::lock;
 
 use super::repo_spec::{RepoKind, is_inside};
 use super::snapshot::Snapshots;
@@ -84,7 +84,7 @@ impl<'a> Fetch<'a> {
         if config.offline || cached.as_ref().is_ok_and(is_whole) {
             return cached;
         }
-        let _lock = lock(&config.cache_dir, spec);
+        let _lock = lock_of(&config.cache_dir, spec);
         let mut fetch = Self {
             config,
             spec,
@@ -291,23 +291,12 @@ fn client(config: &HubConfig) -> Result<Api> {
     }
 }
 
-/// Waits until no other process fetches this repository into this cache: hf-hub's own locks, one per file, are waited for
-/// five seconds only.
-///
-/// Where there can be no lock, as in a cache that is complete and read-only, it goes on without: files get their names when
-/// they are whole, so processes that fetch at the same time only move too many bytes.
-fn lock(cache_dir: &Path, spec: &RepoSpec) -> Option<File> {
-    let dir = cache_dir.join(".locks");
+/// The right to fetch this repository into this cache: hf-hub's own locks, one per file, are waited for five seconds only.
+fn lock_of(cache_dir: &Path, spec: &RepoSpec) -> Option<File> {
     let name = format!("candle-train--{}.lock", spec.repo_id.replace('/', "--"));
-    fs::create_dir_all(&dir).ok()?;
-    let mut options = File::options();
-    let options = options.write(true).create(true).truncate(false);
-    let file = open_own_file(&dir.join(name), options).ok()?;
-    if let Err(TryLockError::WouldBlock) = file.try_lock() {
+    lock(&cache_dir.join(".locks").join(name), || {
         tracing::info!("waiting for another process that fetches {spec}");
-    }
-    // Granted at once if it is held already.
-    file.lock().ok().map(|()| file)
+    })
 }
 
 fn is_weights(file: &Path) -> bool {

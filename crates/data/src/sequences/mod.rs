@@ -5,7 +5,6 @@ mod eval_batches;
 mod first_fit;
 mod held_out;
 mod micro_batch;
-mod overlong;
 mod sample_config;
 mod sample_order;
 mod samples;
@@ -13,7 +12,6 @@ mod training_data;
 
 pub use batches::{BatchConfig, BatchRamp, Batches};
 pub use eval_batches::EvalBatches;
-pub use overlong::Overlong;
-pub use sample_config::SampleConfig;
+pub use sample_config::{Overlong, SampleConfig};
 pub use samples::{Sample, Samples};
 pub use training_data::{DataPosition, Filling, TrainingData};

@@ -13,8 +13,7 @@ use candle_ops::IGNORE_INDEX;
 
 use super::first_fit::FirstFit;
 use super::held_out::held_out;
-use super::overlong::Overlong;
-use super::sample_config::SampleConfig;
+use super::sample_config::{Overlong, SampleConfig};
 use super::sample_order::permutation;
 use crate::records::RecordFormat;
 use crate::tokens::{IndexEntry, RecordKind, Tokens};

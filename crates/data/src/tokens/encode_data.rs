@@ -1,6 +1,6 @@
 //! From files to token ids: read in order, encoded on all cores, written as they come.
 
-use std::io::{Cursor, Write};
+use std::io::{Cursor, Seek, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,9 +9,9 @@ use rayon::prelude::*;
 
 use super::record_encoder::{EncodedRecord, RecordEncoder};
 use super::token_cache::TokenCache;
+use super::token_file::TokensWriter;
 use super::token_index::Origin;
 use super::token_list::Tokens;
-use super::tokens_writer::TokensWriter;
 use crate::activity::Activity;
 use crate::record_error::RecordError;
 use crate::records::Data;
@@ -67,9 +67,7 @@ impl Tokens {
             if let Some(tokens) = cache.open(&key) {
                 return Ok(tokens);
             }
-            let waiting = Activity::start("waiting for another run that tokenizes this data");
             let _lock = cache.lock(&key);
-            drop(waiting);
             if let Some(tokens) = cache.open(&key) {
                 return Ok(tokens);
             }
@@ -95,8 +93,8 @@ struct Encoded {
     notes: RecordNotes,
 }
 
-fn encode_into<W: Write>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) -> Result<W> {
-    let mut writer = TokensWriter::new(writer);
+fn encode_into<W: Write + Seek>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) -> Result<W> {
+    let mut writer = TokensWriter::new(writer)?;
     let mut report = DataReport::default();
     let mut records = FileRecords::of(data);
     let columns = MappedColumns::of(&data.columns);

@@ -3,9 +3,9 @@
 mod encode_data;
 mod record_encoder;
 mod token_cache;
+mod token_file;
 mod token_index;
 mod token_list;
-mod tokens_writer;
 
 pub use record_encoder::{EncodedRecord, EncoderConfig, RecordEncoder};
 pub use token_cache::TokenCache;

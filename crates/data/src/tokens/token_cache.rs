@@ -1,42 +1,34 @@
 //! Files of tokens that were made before, by what they were made of.
 
 use std::fs::{self, DirEntry, File};
-use std::hash::{BuildHasher, RandomState};
-use std::io::{BufWriter, Read};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use candle_core::{Result, bail};
-use candle_parallel::checkpoint::{open_file, open_own_file};
+use candle_parallel::checkpoint::{WholeFile, open_file, open_own_file};
 use twox_hash::XxHash3_128;
 
 use super::record_encoder::RecordEncoder;
 use super::token_list::Tokens;
 use crate::activity::Activity;
+use crate::own_lock::lock;
 use crate::records::Data;
 
 /// Counts the ways in which records were made tokens, so that none is taken for another.
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 
 /// Files that no run has used for so long are removed when another one is made.
 const UNUSED: Duration = Duration::from_secs(30 * 24 * 60 * 60);
-
-/// How names of files end that are not whole.
-const PARTIAL: &str = ".partial";
 
 /// A folder of files of tokens.
 #[derive(Clone, Debug)]
 pub struct TokenCache {
     dir: PathBuf,
     is_read_only: bool,
-}
-
-/// The right to write a file, until it is dropped or the process ends.
-pub(crate) struct CacheLock {
-    _file: Option<File>,
 }
 
 impl TokenCache {
@@ -136,22 +128,6 @@ impl TokenCache {
         }
     }
 
-    /// Removes what runs that were killed have left of the file of this name. Who writes one has locked it.
-    fn remove_abandoned(&self, key: &str) {
-        let is_partial = |entry: &DirEntry| {
-            let name = entry.file_name();
-            let name = name.to_string_lossy();
-            let rest = name.strip_prefix('.').and_then(|it| it.strip_prefix(key));
-            rest.is_some_and(|rest| rest.ends_with(PARTIAL))
-        };
-        for entry in self.entries().filter(is_partial) {
-            let file = open_own_file(&entry.path(), File::options().write(true));
-            if file.is_ok_and(|file| file.try_lock().is_ok()) {
-                let _ = fs::remove_file(entry.path());
-            }
-        }
-    }
-
     /// The mode of its files. The data may be nobody else's business, and so are its tokens; but a folder in which others may write is shared.
     fn mode(&self) -> std::io::Result<u32> {
         let is_shared = self.dir.metadata()?.mode() & 0o022 != 0;
@@ -173,21 +149,21 @@ impl TokenCache {
         }
     }
 
-    /// Waits until no other process writes the file of this name. Where there can be no lock it goes on without: files get their
-    /// names when they are whole.
-    pub(crate) fn lock(&self, key: &str) -> CacheLock {
+    /// Waits until no other process writes the file of this name.
+    pub(crate) fn lock(&self, key: &str) -> Option<File> {
         if self.is_read_only {
-            return CacheLock { _file: None };
+            return None;
         }
-        let path = self.dir.join(format!(".{key}.lock"));
-        let open = || {
-            let mut options = File::options();
-            let options = options.write(true).create(true);
-            open_own_file(&path, options.truncate(false))
-        };
-        let file = fs::create_dir_all(&self.dir).and_then(|()| open());
-        let locked = file.and_then(|file| file.lock().map(|()| file));
-        CacheLock { _file: locked.ok() }
+        let mut _waiting = None;
+        lock(&self.lock_path(key), || {
+            _waiting = Some(Activity::start(
+                "waiting for another run that tokenizes this data",
+            ));
+        })
+    }
+
+    fn lock_path(&self, key: &str) -> PathBuf {
+        self.dir.join(format!(".{key}.lock"))
     }
 
     /// Has `write` write the file of this name, which is there once it is whole; `None` if there can be none.
@@ -197,46 +173,25 @@ impl TokenCache {
     pub(crate) fn create(
         &self,
         key: &str,
-        write: impl FnOnce(&mut BufWriter<File>) -> Result<()>,
+        write: impl FnOnce(&mut WholeFile) -> Result<()>,
     ) -> Result<Option<Tokens>> {
         if self.is_read_only {
             return Ok(None);
         }
-        self.remove_abandoned(key);
-        let partial = self.dir.join(format!(
-            ".{key}.{:016x}{PARTIAL}",
-            RandomState::new().hash_one(key)
-        ));
-        let mut options = File::options();
-        let options = options.write(true).create_new(true);
+        let path = self.path(key);
+        // It is none of this cache, or it would have been taken from there.
+        let _ = fs::remove_file(&path);
         let made =
-            fs::create_dir_all(&self.dir).and_then(|()| options.mode(self.mode()?).open(&partial));
-        let Ok(file) = made else {
+            fs::create_dir_all(&self.dir).and_then(|()| WholeFile::with_mode(&path, self.mode()?));
+        let Ok(mut file) = made else {
             return Ok(None);
         };
-        // On a file system without locks nobody can tell that it is abandoned.
-        let _ = file.try_lock();
-        let mut writer = BufWriter::new(file);
-        let written = write(&mut writer);
-        let kept = || -> std::io::Result<()> {
-            writer
-                .into_inner()
-                .map_err(|err| err.into_error())?
-                .sync_all()?;
-            fs::rename(&partial, self.path(key))?;
-            let _ = fs::remove_file(self.dir.join(format!(".{key}.lock")));
-            Ok(())
-        };
-        match written {
-            Ok(()) if kept().is_ok() => {
-                self.remove_unused();
-                Ok(self.open(key))
-            }
-            result => {
-                // What is left of the attempt is worth less than how it ended.
-                let _ = fs::remove_file(&partial);
-                result.map(|()| None)
-            }
+        write(&mut file)?;
+        if file.commit().is_err() {
+            return Ok(None);
         }
+        let _ = fs::remove_file(self.lock_path(key));
+        self.remove_unused();
+        Ok(self.open(key))
     }
 }

@@ -44,41 +44,29 @@ impl IndexEntry {
         }
     }
 
-    /// Bytes of an entry in a file.
-    pub const NUM_BYTES: usize = 48;
+    /// Words and bytes of an entry in a file.
+    pub const NUM_WORDS: usize = 6;
+    pub const NUM_BYTES: usize = 8 * Self::NUM_WORDS;
 
-    pub fn to_bytes(self) -> [u8; Self::NUM_BYTES] {
-        let mut bytes = [0; Self::NUM_BYTES];
+    pub fn to_words(self) -> [u64; Self::NUM_WORDS] {
         let Origin {
             format,
             source,
             location: RecordLocation { file, place },
         } = self.origin;
-        let lens = u64::from(self.len) | u64::from(self.first_target) << 32;
-        let sources = u64::from(source) | u64::from(file) << 32;
-        let words = [
+        [
             self.start,
-            lens,
+            u64::from(self.len) | u64::from(self.first_target) << 32,
             self.checksum,
-            sources,
+            u64::from(source) | u64::from(file) << 32,
             place.to_word(),
             format as u64,
-        ];
-        for (bytes, word) in bytes.chunks_exact_mut(8).zip(words) {
-            bytes.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes
+        ]
     }
 
-    /// `None` of what [`Self::to_bytes`] does not write.
-    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let words = bytes
-            .chunks_exact(8)
-            .map(|word| word.try_into().map(u64::from_le_bytes));
-        let words: Vec<u64> = words.collect::<Result<_, _>>().ok()?;
-        let &[start, lens, checksum, sources, place, format] = words.as_slice() else {
-            return None;
-        };
+    /// `None` of what [`Self::to_words`] does not give.
+    pub fn from_words(words: [u64; Self::NUM_WORDS]) -> Option<Self> {
+        let [start, lens, checksum, sources, place, format] = words;
         Some(Self {
             start,
             len: lens as u32,

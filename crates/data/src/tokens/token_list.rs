@@ -1,30 +1,19 @@
 //! Token ids of a data set, read from a file record by record.
-//!
-//! The file has the ids as u32, with the highest bit where a token has no loss, then the index of the records, then what was found,
-//! as JSON, then lengths and checksums of these. Nothing but the index is held in memory, and processes share what they read.
+//! Nothing but the index is held in memory, and processes share what they read.
 
 use std::io::{Cursor, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::{Error, Result, bail};
-use serde::{Deserialize, Serialize};
-use twox_hash::XxHash3_128;
+use candle_core::{Result, bail};
 
 use super::record_encoder::EncodedRecord;
+use super::token_file::{Found, HEADER, NO_LOSS, TokensWriter, read_tokens};
 use super::token_index::{IndexEntry, Origin, RecordKind};
-use super::tokens_writer::TokensWriter;
 use crate::records::Data;
 use crate::records::record::RecordFormat;
 use crate::records::record_location::{Place, RecordLocation};
 use crate::records::report::DataReport;
-
-/// The bit of a token without loss.
-pub(super) const NO_LOSS: u32 = 1 << 31;
-/// The last bytes of a file.
-pub(super) const MAGIC: &[u8; 8] = b"tokens-1";
-/// Lengths of index and report, checksum, magic.
-const FOOTER: usize = 8 + 8 + 16 + 8;
 
 /// What a file of tokens is read from.
 trait Source: Read + Seek + Send {}
@@ -36,15 +25,6 @@ pub struct Tokens {
     source: Arc<Mutex<Box<dyn Source>>>,
     index: Arc<[IndexEntry]>,
     found: Arc<Found>,
-}
-
-/// What is known of all tokens together.
-#[derive(Debug, Default, Serialize, Deserialize)]
-pub(super) struct Found {
-    pub num_tokens: u64,
-    pub max_id: u32,
-    pub digest: String,
-    pub report: DataReport,
 }
 
 impl Tokens {
@@ -69,7 +49,7 @@ impl Tokens {
     /// # Errors
     /// An id beyond 2^31.
     pub fn from_records(records: &[EncodedRecord]) -> Result<Self> {
-        let mut writer = TokensWriter::new(Cursor::new(Vec::new()));
+        let mut writer = TokensWriter::new(Cursor::new(Vec::new()))?;
         for (place, record) in records.iter().enumerate() {
             let location = RecordLocation {
                 file: 0,
@@ -94,42 +74,10 @@ impl Tokens {
     /// # Errors
     /// Anything else.
     pub(crate) fn open(mut source: impl Read + Seek + Send + 'static) -> Result<Self> {
-        let damaged = || Error::msg("it is no whole file of tokens");
-        let len = source.seek(SeekFrom::End(0))?;
-        let footer_start = len.checked_sub(FOOTER as u64).ok_or_else(damaged)?;
-        let mut footer = [0; FOOTER];
-        source.seek(SeekFrom::Start(footer_start))?;
-        source.read_exact(&mut footer)?;
-        let number = |at: usize| footer[at..at + 8].try_into().map(u64::from_le_bytes);
-        let (Ok(index_len), Ok(found_len)) = (number(0), number(8)) else {
-            return Err(damaged());
-        };
-        let meta_len = index_len
-            .checked_add(found_len)
-            .filter(|meta_len| *meta_len <= footer_start);
-        let meta_len = meta_len.ok_or_else(damaged)?;
-        let mut meta = vec![0; meta_len as usize];
-        source.seek(SeekFrom::Start(footer_start - meta_len))?;
-        source.read_exact(&mut meta)?;
-        let sum = XxHash3_128::oneshot(&meta).to_le_bytes();
-        if &footer[32..] != MAGIC || footer[16..32] != sum {
-            return Err(damaged());
-        }
-        let (index, found) = meta.split_at(index_len as usize);
-        let found: Found = serde_json::from_slice(found).map_err(Error::wrap)?;
-        if found.num_tokens.checked_mul(4) != Some(footer_start - meta_len) {
-            return Err(damaged());
-        }
-        if digest_of(&mut source, found.num_tokens, index)? != found.digest {
-            return Err(damaged());
-        }
-        let index = index
-            .chunks(IndexEntry::NUM_BYTES)
-            .map(IndexEntry::from_bytes);
-        let index: Option<Vec<IndexEntry>> = index.collect();
+        let (index, found) = read_tokens(&mut source)?;
         Ok(Self {
             source: Arc::new(Mutex::new(Box::new(source))),
-            index: index.ok_or_else(damaged)?.into(),
+            index: index.into(),
             found: found.into(),
         })
     }
@@ -152,10 +100,10 @@ impl Tokens {
 
     /// Tokens `range` of record `index`, and which have loss.
     pub(crate) fn part(&self, index: usize, range: Range<usize>) -> Result<(Vec<u32>, Vec<bool>)> {
-        let start = self.index[index].start + range.start as u64;
+        let start = HEADER as u64 + (self.index[index].start + range.start as u64) * 4;
         let mut bytes = vec![0; range.len() * 4];
         let mut source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = source.seek(SeekFrom::Start(start * 4));
+        let found = source.seek(SeekFrom::Start(start));
         let found = found.and_then(|_| source.read_exact(&mut bytes));
         drop(source);
         if let Err(err) = found {
@@ -163,10 +111,8 @@ impl Tokens {
                 "cannot read record {index} of the cached tokens: {err}\nhint: was their file changed since the run began?"
             );
         }
-        let words = bytes
-            .chunks_exact(4)
-            .filter_map(|word| word.try_into().ok());
-        let words = words.map(u32::from_le_bytes);
+        let words = bytes.as_chunks().0.iter();
+        let words = words.map(|word| u32::from_le_bytes(*word));
         Ok(words
             .map(|word| (word & !NO_LOSS, word & NO_LOSS == 0))
             .unzip())
@@ -226,22 +172,6 @@ impl Tokens {
     pub fn report(&self) -> &DataReport {
         &self.found.report
     }
-}
-
-/// The checksum of the first `num_tokens` tokens and of how they are cut into records.
-fn digest_of(source: &mut (impl Read + Seek), num_tokens: u64, index: &[u8]) -> Result<String> {
-    let mut hash = XxHash3_128::new();
-    let mut block = vec![0; 1 << 20];
-    let mut left = num_tokens * 4;
-    source.seek(SeekFrom::Start(0))?;
-    while left > 0 {
-        let len = left.min(block.len() as u64) as usize;
-        source.read_exact(&mut block[..len])?;
-        hash.write(&block[..len]);
-        left -= len as u64;
-    }
-    hash.write(&XxHash3_128::oneshot(index).to_le_bytes());
-    Ok(format!("{:032x}", hash.finish_128()))
 }
 
 impl std::fmt::Debug for Tokens {

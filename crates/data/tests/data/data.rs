@@ -342,7 +342,7 @@ fn a_cached_file_that_is_damaged_anywhere_is_made_again() {
     let want = cached.ids();
     let [file] = cached.files().try_into().unwrap();
     let whole = fs::read(&file).unwrap();
-    // Every part of the file: ids, index, report, lengths, checksum, magic.
+    // Every part of the file: header, ids, index, report.
     let places = (0..whole.len()).step_by(61).chain([whole.len() - 1]);
     for place in places {
         let mut flipped = whole.clone();
@@ -364,9 +364,13 @@ fn what_a_killed_run_has_left_is_removed_and_not_what_another_one_writes() {
     cached.tokens();
     let [file] = cached.files().try_into().unwrap();
     let key = file.file_stem().unwrap().to_str().unwrap();
-    let partial = |name: &str| file.with_file_name(format!(".{name}.partial"));
-    let [dead, live, other] =
-        [format!("{key}.1"), format!("{key}.2"), "4567.3".into()].map(|name| partial(&name));
+    let partial = |name: &str| file.with_file_name(format!(".{name}.saving"));
+    let [dead, live, other] = [
+        format!("{key}.tokens.AAAAA1"),
+        format!("{key}.tokens.AAAAA2"),
+        "4567.tokens.AAAAA3".into(),
+    ]
+    .map(|name| partial(&name));
     for path in [&dead, &live, &other] {
         fs::write(path, "half").unwrap();
     }
@@ -383,7 +387,7 @@ fn what_was_not_used_for_long_leaves_the_cache_when_something_new_comes() {
     let cached = Cached::new();
     cached.tokens();
     let [old] = cached.files().try_into().unwrap();
-    let partial = old.with_file_name(".0123.partial");
+    let partial = old.with_file_name(".0123.tokens.AAAAAA.saving");
     fs::write(&partial, "half").unwrap();
     let age = |path: &Path, days: u64| {
         let file = fs::File::options().write(true).open(path).unwrap();
@@ -430,7 +434,7 @@ fn the_cache_is_private_and_follows_no_links() {
         .unwrap();
     let key = file.file_stem().unwrap().to_str().unwrap();
     let [lock, partial] =
-        ["lock", "1.partial"].map(|end| file.with_file_name(format!(".{key}.{end}")));
+        ["lock", "tokens.AAAAAA.saving"].map(|end| file.with_file_name(format!(".{key}.{end}")));
     let link: fn(&Path, &Path) = |thesis, path| symlink(thesis, path).unwrap();
     let pipe: fn(&Path, &Path) = |_, path| {
         let made = std::process::Command::new("mkfifo").arg(path).status();
