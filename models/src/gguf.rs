@@ -10,10 +10,10 @@ use crate::rope_kind::RopeKind;
 /// What the blocks of a file are quantised by.
 const QUANTIZATION_VERSION: usize = 2;
 /// The tensor of what Llama 3's frequencies are divided by.
-pub(crate) const ROPE_FREQS: &str = "rope_freqs.weight";
+const ROPE_FREQS: &str = "rope_freqs.weight";
 
 /// Turns in the original context between which llama.cpp's YaRN has its ramp.
-pub(crate) const YARN_BETAS: (f64, f64) = (32.0, 1.0);
+const YARN_BETAS: (f64, f64) = (32.0, 1.0);
 
 /// Projections of a layer: name in the model, name in a file.
 const PROJECTIONS: [(&str, &str); 7] = [
@@ -211,7 +211,7 @@ impl ModelConfig {
     }
 
     /// What the default frequencies are divided by, pair by pair, where llama.cpp does not compute it.
-    pub(crate) fn rope_factors(&self) -> Option<Vec<f32>> {
+    fn rope_factors(&self) -> Option<Vec<f32>> {
         let RopeKind::Llama3 { .. } = self.rope else {
             return None;
         };
@@ -290,7 +290,7 @@ impl ModelConfig {
 }
 
 /// The paper's factor of cosines and sines (arXiv:2309.00071, equation 22).
-pub(crate) fn yarn_attention_factor(factor: f64) -> f64 {
+fn yarn_attention_factor(factor: f64) -> f64 {
     match factor > 1.0 {
         true => 0.1 * factor.ln() + 1.0,
         false => 1.0,

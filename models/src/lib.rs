@@ -10,7 +10,6 @@ mod config_file;
 mod decoder_layer;
 mod families;
 mod family;
-mod from_gguf;
 mod gemma;
 mod gguf;
 mod gguf_type;

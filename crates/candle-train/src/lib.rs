@@ -83,6 +83,7 @@
 #![forbid(unsafe_code)]
 
 pub use candle_comm as comm;
+pub use candle_data as data;
 pub use candle_gguf as gguf;
 pub use candle_ops as ops;
 pub use candle_parallel as parallel;

@@ -10,8 +10,9 @@ use syn::{
 };
 
 /// The crates that the facade has, and under which names.
-const CRATES: [(&str, &str); 7] = [
+const CRATES: [(&str, &str); 8] = [
     ("comm", "crates/comm"),
+    ("data", "crates/data"),
     ("gguf", "crates/gguf"),
     ("ops", "crates/ops"),
     ("parallel", "crates/parallel"),

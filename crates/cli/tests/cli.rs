@@ -36,7 +36,7 @@ mod cli {
     mod half_precision;
     mod help;
     mod hub;
-    #[path = "../../../trainer/tests/train/hub_server.rs"]
+    #[path = "../../../data/tests/data/hub_server.rs"]
     mod hub_server;
     mod launch {
         mod dry_run;

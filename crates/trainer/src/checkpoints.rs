@@ -2,12 +2,13 @@
 
 use candle_comm::message_of;
 use candle_core::{Error, Result};
+use candle_data::DataPosition;
 use candle_parallel::DistributedOptimizer;
 use candle_parallel::checkpoint::{CheckpointNote, CheckpointSaver, SaveOutcome, SetAside};
 
-use crate::EvalHistory;
+use crate::evaluation::EvalHistory;
 use crate::loss_range::LossHistory;
-use crate::training_record::{DataPosition, TrainingRecord};
+use crate::training_record::TrainingRecord;
 
 /// A trainer's checkpoints: see [`Trainer::with_checkpoints`](crate::Trainer::with_checkpoints).
 ///

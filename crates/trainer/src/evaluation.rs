@@ -16,10 +16,10 @@ pub struct EvalMetrics {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub epoch: Option<f64>,
     /// Cross-entropy in nats, averaged over all targets. It may be NaN or infinite; JSON has null for both.
-    #[serde(deserialize_with = "crate::step_metrics::number_or_null")]
+    #[serde(deserialize_with = "crate::logs::step_metrics::number_or_null")]
     pub eval_loss: f64,
     /// Its exponential.
-    #[serde(deserialize_with = "crate::step_metrics::number_or_null")]
+    #[serde(deserialize_with = "crate::logs::step_metrics::number_or_null")]
     pub eval_perplexity: f64,
     /// Part of the targets to which the model gives the largest logit; `None` if its last block does not tell.
     pub eval_accuracy: Option<f64>,

@@ -12,13 +12,11 @@
 mod consistency;
 mod message;
 mod server;
-mod staleness;
 mod step_done;
 mod worker;
 
-pub use consistency::Consistency;
+pub use consistency::{Consistency, Staleness};
 pub use server::ParameterServer;
-pub use staleness::Staleness;
 pub use worker::Worker;
 
 pub(crate) use server::ServedStep;

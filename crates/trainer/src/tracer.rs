@@ -12,11 +12,10 @@ use std::time::Instant;
 use candle_comm::trace::{self, SpanKind};
 use candle_comm::{Mesh, P2p, ProcessGroup, message_of};
 use candle_core::{DType, Error, Result, Tensor, bail};
-use candle_parallel::checkpoint::check_folder_of;
+use candle_data::counted;
+use candle_parallel::checkpoint::{WholeFile, check_folder_of};
 use serde::{Deserialize, Serialize};
 
-use crate::WholeFile;
-use crate::counted::counted;
 use clock::Clock;
 
 /// Spans of all ranks together, at most: the file has at most about 300 MB.

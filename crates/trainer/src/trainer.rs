@@ -6,6 +6,7 @@ mod step;
 use candle_comm::trace::{self, SpanKind};
 use candle_comm::{Mesh, ProcessGroup, message_of};
 use candle_core::{DType, Error, Result, bail};
+use candle_data::{DataPosition, TrainingData};
 use candle_ops::Stopwatch;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
 use candle_parallel::{
@@ -15,16 +16,12 @@ use candle_parallel::{
 
 use crate::checkpoints::{Checkpoints, RunState};
 use crate::evaluation::{EvalHistory, EvalMetrics, Evaluation};
+use crate::logs::step_debug::StepDebug;
+use crate::logs::{ModelFlops, StepMetrics, StepTimes};
 use crate::loss_range::{LossChange, LossRange};
-use crate::memory_report::explain;
-use crate::model_flops::ModelFlops;
+use crate::memory::memory_report::explain;
 use crate::parameter_server::ParameterServer;
-use crate::step_debug::StepDebug;
-use crate::step_metrics::StepMetrics;
-use crate::step_times::StepTimes;
 use crate::train_config::TrainConfig;
-use crate::training_data::TrainingData;
-use crate::training_record::DataPosition;
 
 /// What happens while a trainer trains.
 #[derive(Clone, Copy, Debug)]

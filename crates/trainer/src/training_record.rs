@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 
 use candle_core::{Result, bail};
+use candle_data::DataPosition;
 use candle_parallel::checkpoint::TrainingCheckpoint;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::{Batches, EvalHistory, LossHistory};
+use crate::evaluation::EvalHistory;
+use crate::loss_range::LossHistory;
 
 /// What a run notes in its checkpoints, and compares when it resumes.
 ///
@@ -37,43 +39,6 @@ pub struct TrainingRecord {
     /// between two steps of all workers.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub repeats_gradients: bool,
-}
-
-/// A place in the endless order of samples.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[non_exhaustive]
-pub struct DataPosition {
-    /// Times that all samples have been taken.
-    pub epoch: usize,
-    /// Samples of this epoch that have been taken.
-    pub sample: usize,
-    /// Both in one number: all samples that have been taken.
-    pub total: usize,
-}
-
-impl DataPosition {
-    /// The place of the first sequence of `step`.
-    ///
-    /// # Errors
-    /// As [`Batches::position`].
-    pub fn of(batches: &Batches, step: usize) -> Result<Self> {
-        let total = batches.position(step)?;
-        Ok(Self {
-            epoch: total / batches.num_samples(),
-            sample: total % batches.num_samples(),
-            total,
-        })
-    }
-
-    /// The place of `step` in data that is known by its steps alone.
-    pub fn of_step(step: usize) -> Self {
-        Self {
-            epoch: 0,
-            sample: step,
-            total: step,
-        }
-    }
 }
 
 impl TrainingRecord {

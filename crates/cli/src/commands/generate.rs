@@ -6,18 +6,16 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use candle_comm::{Degrees, Mesh, launch};
-use candle_core::{DType, Error, Result, bail};
-use candle_parallel::gguf::GgufReader;
+use candle_core::{DType, Result, bail};
 use candle_parallel::{Adapter, ParamStore, Pipeline, Schedule, WeightFormat};
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_train_run::{
     GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, float_type,
     other_forms, print_note, real, whole,
 };
-use candle_trainer::hub::{is_gguf, resolve_model};
+use candle_trainer::hub::resolve_model;
 use candle_trainer::{
     ChatTemplate, GenerateConfig, Sampler, SamplingConfig, TemplateKwargs, Tokenizer,
-    template_from_gguf, tokenizer_from_gguf,
 };
 use clap::Parser;
 use jiff::civil::Date;
@@ -32,9 +30,9 @@ const MAX_NEW_TOKENS: usize = 256;
 /// Let a model continue a text, or answer in a chat
 #[derive(Parser, Debug)]
 pub(crate) struct Generate {
-    /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub; folder of low-rank adapters, with which the model goes that they
-    /// were trained on, if it is here; or a GGUF file
-    #[arg(long, value_name = "DIR|REPO|FILE")]
+    /// Checkpoint folder, or org/name[@revision] on the Hugging Face hub; or folder of low-rank adapters, with which the model goes that they
+    /// were trained on, if it is here
+    #[arg(long, value_name = "DIR|REPO")]
     model: String,
     /// Folder of low-rank adapters that go with it [default: none]
     #[arg(long, value_name = "DIR")]
@@ -180,9 +178,6 @@ impl Generate {
     }
 
     fn model(&self, named: &NamedModel) -> Result<Model> {
-        if let Some(path) = gguf_file(&named.model) {
-            return self.model_of_file(path);
-        }
         let dir = resolve_model(&named.model)?;
         let config = ModelConfig::from_file(dir.join("config.json"))?;
         let tokenizer = Tokenizer::from_dir(&dir)?;
@@ -194,52 +189,6 @@ impl Generate {
             false => None,
             true => Some(self.template(named, &dir, &tokenizer)?),
         };
-        Ok(Model {
-            adapter: named.adapter.clone(),
-            ..self.model_of((dir, config), tokenizer, template, &generation)?
-        })
-    }
-
-    /// That of a GGUF file.
-    fn model_of_file(&self, path: &Path) -> Result<Model> {
-        let of_file = |err: Error| err.context(path.display().to_string());
-        if self.adapter.is_some() {
-            bail!(
-                "--adapter is given with the GGUF file {}\nhint: candle-train export writes a file with the adapter folded in, from its folder",
-                path.display()
-            );
-        }
-        let file = GgufReader::open(path)?;
-        let metadata = file.metadata();
-        let config = ModelConfig::from_gguf(&file).map_err(of_file)?;
-        let tokenizer = tokenizer_from_gguf(&metadata).map_err(of_file)?;
-        let template = match (self.chat, self.chat_template.as_deref()) {
-            (false, _) => None,
-            (true, Some(choice)) => Some(self.chosen(ChatTemplate::chosen(choice, &tokenizer)?)?),
-            (true, None) => match template_from_gguf(&metadata, path, &tokenizer)? {
-                Some(template) => Some(self.chosen(template)?),
-                None => bail!(
-                    "--chat: the model in {} has no chat template\nhint: --chat-template names one, such as chatml",
-                    path.display()
-                ),
-            },
-        };
-        let generation = GenerationFile::default();
-        self.model_of(
-            (path.to_path_buf(), config),
-            tokenizer,
-            template,
-            &generation,
-        )
-    }
-
-    fn model_of(
-        &self,
-        (dir, config): (PathBuf, ModelConfig),
-        tokenizer: Tokenizer,
-        template: Option<ChatTemplate>,
-        generation: &GenerationFile,
-    ) -> Result<Model> {
         let mut eos_ids = match generation.eos_ids.as_slice() {
             [] => config.eos_token_ids.clone(),
             ids => ids.to_vec(),
@@ -262,9 +211,9 @@ impl Generate {
                 use_cache: true,
             },
             must_fit: self.max_new_tokens.is_some() && !self.chat,
-            sampling: self.sampling(generation)?,
-            has_own_settings: *generation != GenerationFile::default(),
-            adapter: None,
+            sampling: self.sampling(&generation)?,
+            has_own_settings: generation != GenerationFile::default(),
+            adapter: named.adapter.clone(),
             dir,
             config,
             tokenizer,
@@ -339,13 +288,7 @@ impl Generate {
     }
 
     fn writer<'a>(&self, model: &'a Model, mesh: Mesh) -> Result<Writer<'a>> {
-        let store = match is_gguf(&model.dir) {
-            true => {
-                let file = GgufReader::open(&model.dir)?;
-                ParamStore::from_checkpoint(model.config.gguf_weights(file)?)
-            }
-            false => ParamStore::from_pretrained(&model.dir)?,
-        };
+        let store = ParamStore::from_pretrained(&model.dir)?;
         let store = match &model.adapter {
             Some(dir) => store.with_adapter(Adapter::open(dir)?)?,
             None => store.freeze(|_| true),
@@ -375,11 +318,6 @@ impl Generate {
             mesh,
         })
     }
-}
-
-/// The file that `--model` names, if it is a GGUF file.
-fn gguf_file(model: &str) -> Option<&Path> {
-    Some(Path::new(model)).filter(|path| is_gguf(path) && !path.is_dir())
 }
 
 /// A text that nothing ends before its time.

@@ -1,10 +1,8 @@
 //! Small models of each family that llama.cpp runs.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::Path;
 
-use candle_parallel::checkpoint::Checkpoint;
-use candle_parallel::gguf::{GgufFile, GgufMetadata, GgufReader, GgufValue};
 use half::{bf16, f16};
 use safetensors::Dtype;
 use serde_json::{Value, json};
@@ -178,31 +176,6 @@ pub fn values((dtype, _, bytes): &(Dtype, Vec<usize>, Vec<u8>)) -> Vec<f32> {
         }
         other => panic!("{other:?}"),
     }
-}
-
-/// Writes a file again with other metadata; `edit` says which key has which value, or none.
-pub fn rewrite(from: &Path, to: &Path, edit: &[(&str, Option<GgufValue>)]) {
-    let read = GgufReader::open(from).unwrap();
-    let mut metadata = GgufMetadata::default();
-    for (key, value) in read.metadata().iter() {
-        if edit.iter().all(|(other, _)| *other != key) {
-            metadata.set(key, value.clone());
-        }
-    }
-    for (key, value) in edit {
-        if let Some(value) = value {
-            metadata.set(*key, value.clone());
-        }
-    }
-    let tensors = read.tensors().to_vec();
-    let weights = Checkpoint::from_gguf(&read, &tensors).unwrap();
-    let gguf = GgufFile {
-        metadata,
-        tensors,
-        ..GgufFile::default()
-    };
-    gguf.write(&weights, &mut File::create(to).unwrap())
-        .unwrap();
 }
 
 /// Writes a model, a checkpoint or an adapter as a GGUF file.

@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::{File, Permissions, TryLockError, read_dir, remove_file};
-use std::io::{BufWriter, Error, ErrorKind, Result, Write};
+use std::io::{BufWriter, Error, ErrorKind, Result, Seek, SeekFrom, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -16,6 +16,8 @@ use crate::files::{Leftover, named};
 const SUFFIX: &str = ".saving";
 /// Letters and digits of RANDOM.
 const NUM_RANDOM: usize = 6;
+/// But for what the umask takes, as other files.
+const MODE: u32 = 0o666;
 
 /// A file that is written beside its place and takes it when all of it is on the disk; dropped before that, it is gone, and what was in
 /// its place is there. What a process that was killed has left goes when the next file is written to the same place; who writes one has
@@ -35,7 +37,15 @@ impl WholeFile {
     pub fn create(place: &Path) -> Result<Self> {
         // Not the link to it is replaced.
         let place = place.canonicalize().unwrap_or_else(|_| place.to_path_buf());
-        Self::beside(place)
+        Self::beside(place, MODE)
+    }
+
+    /// As [`Self::create`], with these permissions at most; of a link the link itself is replaced.
+    ///
+    /// # Errors
+    /// As [`Self::create`].
+    pub fn with_mode(place: &Path, mode: u32) -> Result<Self> {
+        Self::beside(place.to_path_buf(), mode)
     }
 
     /// Writes a file of this content in place of what is there; of a link the link itself is replaced.
@@ -43,12 +53,12 @@ impl WholeFile {
     /// # Errors
     /// As [`Self::create`]; what was in the place is still there then.
     pub fn replace(place: &Path, content: &[u8]) -> Result<()> {
-        let mut file = Self::beside(place.to_path_buf())?;
+        let mut file = Self::beside(place.to_path_buf(), MODE)?;
         file.write_all(content)?;
         file.commit()
     }
 
-    fn beside(place: PathBuf) -> Result<Self> {
+    fn beside(place: PathBuf, mode: u32) -> Result<Self> {
         if place.exists() && !place.is_file() {
             return Err(Error::new(ErrorKind::InvalidInput, "it is no file"));
         }
@@ -61,8 +71,7 @@ impl WholeFile {
                 .prefix(&prefix)
                 .rand_bytes(NUM_RANDOM)
                 .suffix(SUFFIX)
-                // But for what the umask takes, as other files.
-                .permissions(Permissions::from_mode(0o666))
+                .permissions(Permissions::from_mode(mode))
                 .tempfile_in(folder)?;
             let path = file.path().to_path_buf();
             Ok((file, path))
@@ -121,5 +130,11 @@ impl Write for WholeFile {
 
     fn flush(&mut self) -> Result<()> {
         self.file.flush()
+    }
+}
+
+impl Seek for WholeFile {
+    fn seek(&mut self, to: SeekFrom) -> Result<u64> {
+        self.file.seek(to)
     }
 }

@@ -1,4 +1,6 @@
-//! When workers get updated weights.
+//! When workers get updated weights, and how far they were ahead of each other.
+
+use serde::{Deserialize, Serialize};
 
 /// When the workers of a [`ParameterServer`](super::ParameterServer) get updated weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,4 +17,14 @@ pub enum Consistency {
         /// Steps by which a worker may be ahead of the slowest one that lives.
         max_staleness: usize,
     },
+}
+
+/// Steps by which workers were ahead of the slowest one when their gradients were applied, over the gradients of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Staleness {
+    /// On average.
+    pub mean: f64,
+    /// The most.
+    pub max: usize,
 }

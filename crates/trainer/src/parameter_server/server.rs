@@ -11,7 +11,7 @@ use candle_parallel::{
 use super::message::{HELLO, PUSH, Push, REPLY, Reply, START, Start};
 use super::step_done::StepDone;
 use super::{Consistency, Staleness};
-use crate::LrSchedule;
+use crate::lr_schedule::LrSchedule;
 
 /// A server's end of the workers, which are the ranks after the servers.
 pub struct ParameterServer {

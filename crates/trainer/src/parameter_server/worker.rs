@@ -9,7 +9,7 @@ use candle_core::{Device, Error, Result, Tensor};
 use candle_parallel::{Gradients, ModelPart, Pass, Pipeline, Schedule};
 
 use super::message::{HELLO, PUSH, Push, REPLY, Reply, START, Start};
-use crate::batches::Batches;
+use candle_data::Batches;
 
 /// A rank that computes gradients for a [`ParameterServer`](super::ParameterServer). It holds the model's weights whole, and no
 /// optimizer.

@@ -9,9 +9,9 @@ use candle_parallel::Pass;
 
 use super::{GradientSource, Trainer};
 use crate::checkpoints::Checkpoints;
+use crate::logs::StepMetrics;
+use crate::logs::StepTimes;
 use crate::parameter_server::{ServedStep, StepDone};
-use crate::step_metrics::StepMetrics;
-use crate::step_times::StepTimes;
 
 impl Trainer {
     pub(super) fn run_step(&mut self, micro_batches: &[Pass]) -> Result<StepMetrics> {

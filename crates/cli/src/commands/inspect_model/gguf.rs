@@ -3,13 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use candle_comm::message_of;
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::{check_file, size_in_words};
 use candle_parallel::gguf::{GgufReader, GgufValue, type_name};
-use candle_train_models::ModelConfig;
 use candle_train_run::print_line;
-use candle_trainer::{counted, tokenizer_from_gguf};
+use candle_trainer::counted;
 
 use super::Wanted;
 
@@ -53,13 +51,6 @@ pub(crate) fn inspect_gguf(path: &Path, wanted: Wanted) -> Result<()> {
         .and_then(|kind| kind.to_string().ok());
     if kind.is_some_and(|kind| kind == "adapter") {
         print_line("an adapter: llama.cpp takes it beside its base (--lora)");
-    } else if let Err(err) = ModelConfig::from_gguf(&file).and_then(|config| config.check_gguf()) {
-        print_line(&format!("not supported: {}", message_of(&err)));
-    } else if let Err(err) = tokenizer_from_gguf(&metadata) {
-        print_line(&format!(
-            "its tokenizer is not supported: {}",
-            message_of(&err)
-        ));
     }
     for tensor in file.tensors().iter().filter(|_| wanted.tensors) {
         let dtype = type_name(tensor.dtype);

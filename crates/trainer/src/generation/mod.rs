@@ -1,0 +1,7 @@
+//! A model continues a text.
+
+mod continuation;
+mod sampler;
+
+pub use continuation::{GenerateConfig, generate};
+pub use sampler::{Sampler, SamplingConfig};
