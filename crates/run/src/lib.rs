@@ -59,7 +59,9 @@ pub use reading::{DataModel, TrainingData};
 pub use record::{WEIGHTS, digest_of_weights};
 pub use run::Run;
 pub use spec::RunSpec;
-pub use start::adapter_base::{NamedModel, check_base, is_adapter, refuse_adapter, resolve_base};
+pub use start::adapter_base::{
+    NamedModel, base_of, check_base, is_adapter, refuse_adapter, resolve_base,
+};
 pub use start::finetune::{Finetune, FromCheckpoint};
 pub use start::pretrain::{FromScratch, ModelArgs, Pretrain};
 pub use start::{Start, StartModel};

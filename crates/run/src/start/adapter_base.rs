@@ -53,7 +53,7 @@ pub fn is_adapter(dir: &Path) -> bool {
 ///
 /// # Errors
 /// An adapter that cannot be read, or does not say; the model is not here.
-fn base_of(dir: &Path) -> Result<String> {
+pub fn base_of(dir: &Path) -> Result<String> {
     let adapter = Adapter::open(dir)?;
     let shown = dir.display();
     let Some(base) = noted_base(&adapter) else {
