@@ -97,19 +97,16 @@ impl Attention {
     /// What the projections make of xs, (b, t, hidden) outside of the region: q, k and v, (b, t, heads, head_dim) each.
     fn projected(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Tensor, Tensor)> {
         let layers = [&self.q_proj, &self.k_proj, &self.v_proj];
-        let nums = [self.num_heads, self.num_kv_heads, self.num_kv_heads];
         let outputs = column_parallel_forward(&layers, xs, pass)?; // (b, t, num_heads * head_dim) each
-        let heads = |(ys, num_heads): (&Tensor, usize)| {
+        let [q, k, v] = outputs.as_slice() else {
+            bail!("attention has three projections")
+        };
+        let heads = |ys: &Tensor, num_heads: usize| {
             let (b, t, _) = ys.dims3()?;
             ys.reshape((b, t, num_heads, self.head_dim))
         };
-        let mut heads = outputs.iter().zip(nums).map(heads);
-        let mut next = || {
-            heads
-                .next()
-                .unwrap_or_else(|| bail!("attention has three projections"))
-        };
-        Ok((next()?, next()?, next()?))
+        let (k, v) = (heads(k, self.num_kv_heads)?, heads(v, self.num_kv_heads)?);
+        Ok((heads(q, self.num_heads)?, k, v))
     }
 
     /// q and k, normed if the family does that.

@@ -1,4 +1,5 @@
-//! Writes a file: what stands before the tensors, and these in blocks of rows, which all cores make while others are written.
+//! Writes a file: what stands before the tensors, and these in blocks of rows, which all cores make while others are
+//! written.
 
 use std::io::Write;
 use std::ops::Range;

@@ -1,5 +1,5 @@
-//! GGUF files, in which llama.cpp and Ollama have models: written tensor by tensor from any source of [`Weights`], and read. The format:
-//! <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
+//! GGUF files, in which llama.cpp and Ollama have models: written tensor by tensor from any source of [`Weights`], and
+//! read. The format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 

@@ -35,8 +35,9 @@ pub enum GgufContent {
 pub enum RowChange {
     /// Not at all.
     None,
-    /// The rows of each head of `head_dim` are interleaved: those of the first half stand before their partners of the second. llama.cpp's
-    /// rotary embeddings turn neighbours in some families, where transformers turns a value and the one half a head further.
+    /// The rows of each head of `head_dim` are interleaved: those of the first half stand before their partners of the
+    /// second. llama.cpp's rotary embeddings turn neighbours in some families, where transformers turns a value and the
+    /// one half a head further.
     Interleaved {
         /// Rows of a head.
         head_dim: usize,

@@ -1,4 +1,5 @@
-//! Which values of a parameter lie one after the other somewhere, on a rank or in a file, and what two such places have in common.
+//! Which values of a parameter lie one after the other somewhere, on a rank or in a file, and what two such places have
+//! in common.
 
 use std::ops::Range;
 
@@ -79,9 +80,10 @@ impl View {
         let (width, part) = (self.width(), self.range.clone());
         // All of the parameter is one run.
         let is_all = width > 0 && self.held.len() == width;
-        let unit = match is_all {
-            true => self.shape.iter().product::<usize>() / width,
-            false => self.shape.iter().skip(self.dim + 1).product(),
+        let unit = if is_all {
+            self.shape.iter().product::<usize>() / width
+        } else {
+            self.shape.iter().skip(self.dim + 1).product()
         };
         let (held, stride) = (self.held.scaled(unit), width * unit);
         let len = held.len();
@@ -128,9 +130,10 @@ pub(crate) fn common(
                 len: both.len(),
             });
         }
-        match a.global.end <= b.global.end {
-            true => drop(one.next()),
-            false => drop(other.next()),
+        if a.global.end <= b.global.end {
+            one.next();
+        } else {
+            other.next();
         }
     }
     common

@@ -77,7 +77,8 @@ impl FileWriter {
         self.write_values(&tensor.name, &values.map_err(SaveFailure::Weights)?)
     }
 
-    /// Adds the next tensor of the plan in the type `dtype`, whose rows `read` gives: about `at_once` values are in memory at a time.
+    /// Adds the next tensor of the plan in the type `dtype`, whose rows `read` gives: about `at_once` values are in
+    /// memory at a time.
     pub fn write_rows(
         &mut self,
         tensor: &PlannedTensor,

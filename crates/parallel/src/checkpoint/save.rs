@@ -22,19 +22,20 @@ use crate::files::{Checkpoint, INDEX_FILE, check_free_space};
 use crate::optimizer::DistributedOptimizer;
 use crate::params::{Parameters, SaveSource};
 
-/// Saves the parameters as a Hugging Face checkpoint that `transformers` loads; of a model with low-rank adapters these alone, as
-/// `peft` loads them. Every rank must call it.
+/// Saves the parameters as a Hugging Face checkpoint that `transformers` loads; of a model with low-rank adapters these
+/// alone, as `peft` loads them. Every rank must call it.
 ///
-/// A parameter whose values were never changed is written as the checkpoint that it came from has it. After training in a type
-/// that is narrower than the file's, [`DistributedOptimizer::save_hf`](crate::DistributedOptimizer::save_hf) has the exact values.
+/// A parameter whose values were never changed is written as the checkpoint that it came from has it. After training in
+/// a type that is narrower than the file's, [`DistributedOptimizer::save_hf`](crate::DistributedOptimizer::save_hf) has
+/// the exact values.
 ///
-/// Tensors pass through rank 0 one at a time. The folder is written beside its place, flushed to disk, and renamed as a whole: a full
-/// disk or a crash leaves what was there as it was. An error of rank 0 is returned on every rank.
+/// Tensors pass through rank 0 one at a time. The folder is written beside its place, flushed to disk, and renamed as a
+/// whole: a full disk or a crash leaves what was there as it was. An error of rank 0 is returned on every rank.
 ///
 /// # Errors
-/// Weights that are NaN or infinite, ranks whose copies of a weight differ, weights that do not fit the type in which they are to be
-/// saved, a folder that holds what must not be replaced, and files that cannot be written. In the last three cases the model goes to
-/// [`HfSave::rescue_dir`], where weights did not fit in f32, and the error says so.
+/// Weights that are NaN or infinite, ranks whose copies of a weight differ, weights that do not fit the type in which
+/// they are to be saved, a folder that holds what must not be replaced, and files that cannot be written. In the last
+/// three cases the model goes to [`HfSave::rescue_dir`], where weights did not fit in f32, and the error says so.
 pub fn save_hf(params: &Parameters, mesh: &Mesh, save: &HfSave) -> Result<()> {
     save_with_masters(params, mesh, save, |_| Ok(None))
 }
@@ -137,8 +138,8 @@ fn write(
 /// Values that are read, converted and written at a time where tensors need not be whole.
 pub(super) const VALUES_AT_ONCE: usize = 1 << 20;
 
-/// Writes the folder of `plan` where there are no ranks: `weights` are read by rows, about `at_once` values at a time, and the rest is copied
-/// from `source`. Nothing in it or in `inputs` is replaced.
+/// Writes the folder of `plan` where there are no ranks: `weights` are read by rows, about `at_once` values at a time,
+/// and the rest is copied from `source`. Nothing in it or in `inputs` is replaced.
 pub(super) fn save_rows(
     weights: &dyn Weights,
     at_once: usize,
@@ -247,8 +248,8 @@ pub(super) fn write_small(dir: &Path, name: &str, content: &[u8]) -> std::io::Re
 }
 
 impl DistributedOptimizer {
-    /// As [`save_hf`](crate::checkpoint::save_hf), but for weights that are stored in another type than they have here, such as
-    /// f32 after training in bf16: their f32 masters are written. Every rank must call it.
+    /// As [`save_hf`](crate::checkpoint::save_hf), but for weights that are stored in another type than they have here,
+    /// such as f32 after training in bf16: their f32 masters are written. Every rank must call it.
     ///
     /// # Errors
     /// As [`save_hf`](crate::checkpoint::save_hf).

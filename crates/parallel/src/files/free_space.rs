@@ -31,8 +31,8 @@ impl SpaceNeed {
     }
 }
 
-/// An error with the numbers where a file system has less room than all that is to be written to it. One that does not tell
-/// how much it has passes, and so does a quota.
+/// An error with the numbers where a file system has less room than all that is to be written to it. One that does not
+/// tell how much it has passes, and so does a quota.
 ///
 /// # Errors
 /// A file system with less room, with the numbers.

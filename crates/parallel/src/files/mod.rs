@@ -1,4 +1,5 @@
-//! Files of weights and of text, as they are read; whether there is room for more, and what goes again if the process is ended.
+//! Files of weights and of text, as they are read; whether there is room for more, and what goes again if the process
+//! is ended.
 
 mod free_space;
 mod leftovers;

@@ -1,5 +1,5 @@
-//! What linear layers whose weight is divided over tensor-parallel ranks have in common, inside of their region: the product, its gradients,
-//! and what of it stays in memory.
+//! What linear layers whose weight is divided over tensor-parallel ranks have in common, inside of their region: the
+//! product, its gradients, and what of it stays in memory.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_ops::{LinearWeight, linear_bias_grad_into, linear_weight_grad_into};
@@ -71,8 +71,8 @@ impl Linear {
         }
     }
 
-    /// Puts the gradients of the weights from that of the output, `dy` (.., out), and `inner`, which [`input_grad`] gives. `is_computed_again`: the forward
-    /// pass has not kept the input, which the weight's gradient would.
+    /// Puts the gradients of the weights from that of the output, `dy` (.., out), and `inner`, which [`input_grad`]
+    /// gives. `is_computed_again`: the forward pass has not kept the input, which the weight's gradient would.
     pub fn put_gradients(
         &self,
         dy: &Tensor,
@@ -85,9 +85,10 @@ impl Linear {
             let (dy, xs) = (dy.clone(), kept(xs)?.clone());
             let grad: WeightGrad =
                 Box::new(move |dst, add| linear_weight_grad_into(dst, add, &dy, &xs));
-            match is_computed_again {
-                true => gradients.put_large(self.weight(), grad)?,
-                false => gradients.put(self.weight(), grad)?,
+            if is_computed_again {
+                gradients.put_large(self.weight(), grad)?;
+            } else {
+                gradients.put(self.weight(), grad)?;
             }
         }
         if let Some(bias) = &self.bias {
@@ -103,8 +104,8 @@ impl Linear {
     }
 }
 
-/// The gradient (.., in) of an input that linear layers share, one at least, from those of their outputs (.., out); and of each of them that of its
-/// adapter's x Aᵀ.
+/// The gradient (.., in) of an input that linear layers share, one at least, from those of their outputs (.., out); and
+/// of each of them that of its adapter's x Aᵀ.
 pub(super) fn input_grad(
     layers: &[(&Linear, &Tensor)],
     pass: &Pass,
@@ -128,8 +129,8 @@ pub(super) fn input_grad(
     Ok((grad, inner))
 }
 
-/// The sum of `dy W` over the terms `(dy, W)`, of which there is one at least; (.., out) and (out, in) -> (.., in). Products with
-/// tiles are summed in f32, which is rounded once.
+/// The sum of `dy W` over the terms `(dy, W)`, of which there is one at least; (.., out) and (out, in) -> (.., in).
+/// Products with tiles are summed in f32, which is rounded once.
 fn sum_of_products(terms: &[(&Tensor, &TiledWeight)]) -> Result<Tensor> {
     let Some((first, weight)) = terms.iter().find(|(_, weight)| weight.is_tiled()) else {
         let whole = terms.iter().map(|(dy, weight)| (*dy, weight.whole()));

@@ -1,5 +1,5 @@
-//! What a pass of a micro-batch through a model asks, what stays of it until the backward pass, and what it gives back: gradients of weights and
-//! losses.
+//! What a pass of a micro-batch through a model asks, what stays of it until the backward pass, and what it gives back:
+//! gradients of weights and losses.
 
 mod context_rows;
 mod cut;
