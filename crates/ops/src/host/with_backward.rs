@@ -11,11 +11,14 @@ use candle_core::{
 };
 use std::sync::{Mutex, PoisonError};
 
-/// A graph node: the value until candle takes it, and the backward, a function of that value and its gradient.
+/// The gradients of the inputs, from the value and its gradient.
+type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
+
+/// A graph node: the value until candle takes it, and the backward.
 struct Node {
     name: &'static str,
     value: Mutex<Option<(Storage, Shape)>>,
-    bwd: Box<dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync>,
+    bwd: Box<Backward>,
 }
 
 impl Node {
