@@ -102,7 +102,7 @@ pub(super) fn encode(
 ///
 /// # Errors
 /// A type of blocks that candle does not read.
-pub fn decode(dtype: GgmlDType, bytes: &[u8]) -> Result<Vec<f32>> {
+pub(super) fn decode(dtype: GgmlDType, bytes: &[u8]) -> Result<Vec<f32>> {
     let len = bytes.len() / dtype.type_size() * dtype.block_size();
     let plain = match dtype {
         GgmlDType::F32 => DType::F32,

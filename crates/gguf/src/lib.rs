@@ -13,7 +13,7 @@ mod weights;
 pub use candle_core::quantized::GgmlDType;
 pub use candle_core::quantized::gguf_file::Value as GgufValue;
 
-pub use blocks::{decode, type_name};
+pub use blocks::type_name;
 pub use file::GgufFile;
 pub use metadata::GgufMetadata;
 pub use reader::GgufReader;

@@ -134,16 +134,11 @@ impl GgufReader {
         decode(tensor.dtype, &bytes)
     }
 
-    /// Where the file is.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Where the bytes of a tensor are.
     ///
     /// # Errors
     /// Beyond the end of the file.
-    pub fn place(&self, tensor: &GgufTensor) -> Result<Range<usize>> {
+    fn place(&self, tensor: &GgufTensor) -> Result<Range<usize>> {
         let offset = self.content.tensor_infos[&tensor.name].offset;
         let start = self.content.tensor_data_offset.saturating_add(offset);
         let (block, size) = (tensor.dtype.block_size(), tensor.dtype.type_size());

@@ -68,19 +68,6 @@ impl RowChange {
             }
         }
     }
-
-    /// Makes the weight's rows of those of the file.
-    pub fn undo(self, values: &mut Vec<f32>, shape: &[usize]) {
-        let width = row_width(shape);
-        match self {
-            Self::None => {}
-            Self::PlusOne => values.iter_mut().for_each(|value| *value -= 1.0),
-            Self::Interleaved { head_dim } => {
-                let half = head_dim / 2;
-                *values = reordered(values, width, head_dim, |row| (row % half) * 2 + row / half);
-            }
-        }
-    }
 }
 
 fn row_width(shape: &[usize]) -> usize {
@@ -134,15 +121,13 @@ mod tests {
 
     /// The order of llama.cpp's conversion: a head's rows as (2, head_dim / 2), those dims swapped.
     #[test]
-    fn rows_are_interleaved_and_back() {
+    fn rows_of_a_head_are_interleaved() {
         let change = RowChange::Interleaved { head_dim: 6 };
         let weight: Vec<f32> = (0..24).map(|value| value as f32).collect();
-        let mut rows = weight.clone();
+        let mut rows = weight;
         change.apply(&mut rows, &[12, 2]);
         let first: Vec<f32> = rows.chunks(2).map(|row| row[0] / 2.0).collect();
         assert_eq!(first, [0., 3., 1., 4., 2., 5., 6., 9., 7., 10., 8., 11.]);
-        change.undo(&mut rows, &[12, 2]);
-        assert_eq!(rows, weight);
         let mut bias: Vec<f32> = (0..12).map(|value| value as f32).collect();
         change.apply(&mut bias, &[12]);
         assert_eq!(bias, first);

@@ -7,7 +7,7 @@ use crate::check::{
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
-    HeldRows, LinearWeight, PackedWeight, ProductChoice, add_into, linear, linear_bias_grad,
+    HeldRows, LinearWeight, PackedWeight, add_into, linear, linear_bias_grad,
     linear_bias_grad_into, linear_forward, linear_forward_add, linear_input_grad,
     linear_input_grad_sum, linear_of_few_rows, linear_weight_grad, linear_weight_grad_into,
 };

@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Result, bail};
-use candle_gguf::{GgmlDType, GgufContent, GgufReader, GgufTensor, RowChange};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::{Dtype, SafeTensors};
@@ -41,13 +40,11 @@ pub struct Checkpoint {
 pub struct TensorEntry {
     /// Global shape.
     pub shape: Vec<usize>,
-    /// Storage type; of values in another form the one in which they are read, f32.
+    /// Storage type.
     pub dtype: Dtype,
     file: usize,
     start: usize,
     end: usize,
-    /// That form: a type of GGUF files, and how rows differ there.
-    stored: Option<(GgmlDType, RowChange)>,
 }
 
 impl TensorEntry {
@@ -113,50 +110,6 @@ impl Checkpoint {
             aliases: Mutex::default(),
             num_read_bytes: Arc::default(),
         }
-    }
-
-    /// The weights in a GGUF file by their names in the model: those that `tensors` list, as they would be written. Values are decoded when
-    /// they are read.
-    ///
-    /// # Errors
-    /// One that is missing, or has another shape.
-    pub fn from_gguf(file: &GgufReader, tensors: &[GgufTensor]) -> Result<Self> {
-        let path = file.path();
-        let mut checkpoint = Self::empty(path);
-        for tensor in tensors {
-            let GgufContent::Weight { name, change } = &tensor.content else {
-                continue;
-            };
-            let Some(stored) = file.tensor(&tensor.name) else {
-                bail!(
-                    "{} has no tensor {}, which its metadata ask for",
-                    path.display(),
-                    tensor.name
-                );
-            };
-            if stored.shape != tensor.shape {
-                bail!(
-                    "tensor {} in {} has shape {:?}; expected {:?} from the metadata",
-                    tensor.name,
-                    path.display(),
-                    stored.shape,
-                    tensor.shape
-                );
-            }
-            let place = file.place(stored)?;
-            let entry = TensorEntry {
-                shape: stored.shape.clone(),
-                dtype: Dtype::F32,
-                file: 0,
-                start: place.start,
-                end: place.end,
-                stored: Some((stored.dtype, *change)),
-            };
-            checkpoint.tensors.insert(name.clone(), entry);
-        }
-        let map = MappedFile::open(path)?;
-        checkpoint.maps.push((path.to_path_buf(), map));
-        Ok(checkpoint)
     }
 
     fn map_index(&mut self, path: &Path) -> Result<()> {
@@ -225,7 +178,6 @@ impl Checkpoint {
                 file,
                 start,
                 end: start + view.data().len(),
-                stored: None,
             };
             if let Some(earlier) = self.tensors.insert(name.to_string(), entry) {
                 bail!(
@@ -354,16 +306,7 @@ impl Checkpoint {
     /// There is no such tensor, or it has another shape or type.
     pub fn read(&self, name: &str, shape: &[usize], shard: Option<&Shard>) -> Result<Vec<f32>> {
         let dtype = self.dtype_of(name, shape)?;
-        let decoded;
-        let bytes = match self.entry(name)?.stored {
-            None => self.bytes(name)?,
-            Some((dtype, change)) => {
-                let mut values = candle_gguf::decode(dtype, self.bytes(name)?)?;
-                change.undo(&mut values, shape);
-                decoded = values;
-                bytemuck::cast_slice(&decoded)
-            }
-        };
+        let bytes = self.bytes(name)?;
         let mut view = View::of_whole(name, shape, 0..shape.iter().product());
         if let Some(shard) = shard {
             let width = shape.get(shard.dim()).copied().unwrap_or(1).max(1);
@@ -395,9 +338,6 @@ impl Checkpoint {
     ) -> Result<Vec<f32>> {
         let dtype = self.dtype_of(name, shape)?;
         let size = dtype.size_in_bytes();
-        if self.entry(name)?.stored.is_some() {
-            return Ok(self.read(name, shape, None)?[range].to_vec());
-        }
         let mut values = vec![0f32; range.len()];
         let bytes = &self.bytes(name)?[range.start * size..range.end * size];
         decode(dtype, bytes, &mut values);
