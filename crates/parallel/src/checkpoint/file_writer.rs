@@ -13,6 +13,9 @@ use super::save_failure::SaveFailure;
 use super::tensor_file::TensorFile;
 use crate::files::Checkpoint;
 
+/// Values that are read, converted and written at a time where tensors need not be whole.
+pub(super) const VALUES_AT_ONCE: usize = 1 << 20;
+
 /// The file, open.
 pub(super) struct FileWriter {
     /// What it will be called.
@@ -45,7 +48,7 @@ impl FileWriter {
         match (&tensor.content, source) {
             (Content::Stored(name, Some(dtype)), Some(source)) => {
                 let read = |rows| source.rows(name, &tensor.shape, rows);
-                self.write_rows(tensor, *dtype, super::save::VALUES_AT_ONCE, read)
+                self.write_rows(tensor, *dtype, VALUES_AT_ONCE, read)
             }
             (Content::Stored(name, None), Some(source)) => {
                 let bytes = source.bytes(name).map_err(SaveFailure::Weights)?;

@@ -135,9 +135,6 @@ fn write(
     SaveFailure::agree(written, mesh)
 }
 
-/// Values that are read, converted and written at a time where tensors need not be whole.
-pub(super) const VALUES_AT_ONCE: usize = 1 << 20;
-
 /// Writes the folder of `plan` where there are no ranks: `weights` are read by rows, about `at_once` values at a time,
 /// and the rest is copied from `source`. Nothing in it or in `inputs` is replaced.
 pub(super) fn save_rows(

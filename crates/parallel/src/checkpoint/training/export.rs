@@ -6,9 +6,10 @@ use candle_core::{Result, bail};
 
 use super::checkpoint::TrainingCheckpoint;
 use super::manifest::FileRecord;
+use crate::checkpoint::file_writer::VALUES_AT_ONCE;
 use crate::checkpoint::hf_save::HfSave;
 use crate::checkpoint::plan::SavePlan;
-use crate::checkpoint::save::{VALUES_AT_ONCE, save_rows};
+use crate::checkpoint::save::save_rows;
 use crate::checkpoint::saved_model::SavedModel;
 use crate::checkpoint::weights::CheckpointWeights;
 use crate::files::{Checkpoint, read_file};
