@@ -97,7 +97,7 @@ impl Attention {
     }
 }
 
-/// Where the document of each row begins in its sequence: documents of random lengths, cut anew in each of the `b` sequences.
+/// Where the document of each row begins in its sequence: of random lengths, cut anew in each of `b` sequences.
 pub fn random_starts(rng: &mut ChaCha8Rng, b: usize, t: usize, longest: usize) -> Vec<usize> {
     let mut starts = Vec::new();
     for _ in 0..b {
@@ -132,8 +132,8 @@ pub fn both_passes([q, k, v, grad]: [&Tensor; 4], spec: &AttentionSpec) -> Resul
     Ok([out, log_sum_exp, dq, dk, dv])
 }
 
-/// The types that attention computes with as with f32 on this device, but for the last rounding: not cuDNN, and not the CPU, whose
-/// probabilities are rounded too.
+/// The types that attention on this device computes with in f32, but for the last rounding: cuDNN and the CPU round
+/// probabilities, too.
 pub fn types_summed_in_f32() -> Result<Vec<DType>> {
     let mut types = vec![DType::F32];
     for dtype in [DType::BF16, DType::F16] {

@@ -185,8 +185,8 @@ const ROW: f64 = 4.0;
 /// is 5 to 6 times the usual one.
 const ELEMENT: f64 = 16.0;
 
-/// How far rounding `want` once to a type of 16 bits may move it: half a unit in the last of 8 or 11 significant bits, and
-/// half of the smallest f16. Of f32 the tolerances count every rounding.
+/// How far rounding `want` once to a type of 16 bits may move it: half a unit in the last of 8 or 11 significant bits,
+/// and half of the smallest f16. For f32 the tolerances count every rounding.
 fn last_rounding(dtype: DType, want: f64) -> f64 {
     match dtype {
         DType::BF16 => 1.001 / 256.0 * want.abs(),
@@ -196,8 +196,8 @@ fn last_rounding(dtype: DType, want: f64) -> f64 {
 }
 
 /// Asserts that the L2 norm of the difference is at most `tolerance` times that of `want`; and that no row, along the last dim,
-/// and no value is off by much more than that. The norm alone cannot see one wrong row among thousands. Values of bf16 and
-/// f16 may be off by their last rounding besides, so that one that comes earlier is seen.
+/// and no value is off by much more than that. The norm alone cannot see one wrong row among thousands. Values of bf16
+/// and f16 may be off by their last rounding besides, so that one that comes earlier is seen.
 #[track_caller]
 pub fn assert_close(what: &str, got: &Tensor, want: &[f64], tolerance: f64) {
     let (dtype, row_len) = (got.dtype(), got.dims().last().copied().unwrap_or(1).max(1));

@@ -1,4 +1,4 @@
-//! Kernels that take rows in turns give the same bits in any grid; the launches of `candle-ops` have a block for each row.
+//! Kernels that take rows in turns give the same bits in any grid. `candle-ops` launches a block for each row.
 #![allow(unsafe_code)]
 
 use super::faults::kernel;
