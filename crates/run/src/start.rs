@@ -3,15 +3,14 @@
 pub(crate) mod adapter_base;
 pub(crate) mod builder;
 pub(crate) mod finetune;
+pub(crate) mod initial_weights;
 pub(crate) mod pretrain;
 
 use std::fmt::Debug;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use candle_comm::{Degrees, Mesh, ProcessGroup};
-use candle_core::{Device, Result};
-use candle_parallel::{ModelPart, ParamStore};
-use candle_train_models::{CausalLm, ModelConfig};
+use candle_core::Result;
+use candle_train_models::ModelConfig;
 use candle_trainer::Tokenizer;
 use clap::Args;
 use serde::Serialize;
@@ -20,7 +19,7 @@ use toml::Table;
 use crate::args::data::DataArgs;
 use crate::args::lora::LoraArgs;
 use crate::run::Run;
-use crate::spec::RunSpec;
+use crate::start::initial_weights::InitialWeights;
 
 /// What a run begins with: the weights of a checkpoint, or random ones.
 pub trait Start: Args + Clone + Debug + Serialize + Send + Sync {
@@ -74,43 +73,4 @@ pub struct StartModel {
     pub(crate) sidecars: Vec<(String, Vec<u8>)>,
     /// Files and folders that are read.
     pub(crate) inputs: Vec<PathBuf>,
-}
-
-/// Where a run begins.
-#[derive(Clone)]
-pub(crate) enum InitialWeights {
-    Random,
-    /// A folder.
-    Checkpoint(PathBuf),
-}
-
-impl InitialWeights {
-    /// The folder that they are in.
-    pub fn folder(&self) -> Option<&Path> {
-        match self {
-            Self::Random => None,
-            Self::Checkpoint(dir) => Some(dir),
-        }
-    }
-
-    /// The model's parameters, of which the flags freeze some or train others beside them.
-    pub fn store(&self, spec: &RunSpec, base_model: Option<&str>) -> Result<ParamStore> {
-        let seed = spec.training.batches.seed;
-        let store = match self {
-            Self::Random => ParamStore::init(seed),
-            Self::Checkpoint(model) => ParamStore::from_pretrained(model)?,
-        };
-        let store = spec.training.optimizer.freeze.apply(store);
-        spec.lora.apply(store, seed, base_model)
-    }
-
-    /// The whole model without values: weights that are not those of which its configuration tells, and adapters that do not fit them, are
-    /// errors, although none is read.
-    pub fn whole(&self, spec: &RunSpec, base_model: Option<&str>) -> Result<ModelPart> {
-        let store = self.store(spec, base_model)?.without_values();
-        let mesh = Mesh::new(ProcessGroup::single(Device::Cpu), Degrees::default())?;
-        let dtype = spec.training.layout.dtype();
-        let vb = store.builder(dtype, &Device::Cpu);
-        CausalLm::part(&spec.config, &mesh, &vb)
-    }
 }

@@ -42,7 +42,7 @@ use crate::output::observer::{Numbers, Observers, RunEvent};
 use crate::output::{code_of_refusal, in_words, print_for_all, print_note};
 use crate::reading::TrainingData;
 use crate::spec::{RanksMemory, RunSpec};
-use crate::start::InitialWeights;
+use crate::start::initial_weights::InitialWeights;
 use crate::training_run::best_weights::{remove_best, take_best, tell_of_best};
 use crate::training_run::end::End;
 use crate::training_run::fingerprint::fingerprint;

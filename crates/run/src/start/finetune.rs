@@ -16,7 +16,8 @@ use crate::args::data::DataArgs;
 use crate::args::lora::LoraArgs;
 use crate::run::Run;
 use crate::start::adapter_base::refuse_adapter;
-use crate::start::{InitialWeights, Start, StartModel};
+use crate::start::initial_weights::InitialWeights;
+use crate::start::{Start, StartModel};
 
 /// A run that trains a Hugging Face checkpoint, or adapters beside it, on conversations or text.
 pub type Finetune = Run<FromCheckpoint>;
