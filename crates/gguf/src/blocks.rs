@@ -1,7 +1,7 @@
 //! Values in the types that files have: numbers, and candle's blocks.
 
 use candle_core::quantized::{QStorage, QTensor};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Error, Result, Tensor};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -93,8 +93,16 @@ pub(super) fn encode(
             let len = values.len();
             let quantized = Tensor::from_vec(values, len, &Device::Cpu)
                 .and_then(|values| QTensor::quantize(&values, dtype)?.data().map(Into::into));
-            quantized.map_err(|err| err.to_string())
+            quantized.map_err(message_of)
         }
+    }
+}
+
+/// What an error says, without the way to it.
+pub(super) fn message_of(err: Error) -> String {
+    match err {
+        Error::WithBacktrace { inner, .. } => inner.to_string(),
+        err => err.to_string(),
     }
 }
 

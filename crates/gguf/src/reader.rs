@@ -1,7 +1,7 @@
 //! Reads a file: its metadata, and its tensors.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Seek};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use candle_core::quantized::gguf_file::{Content, TensorInfo};
 use candle_core::{Error, Result, bail};
 
-use super::blocks::{decode, type_name};
+use super::blocks::{decode, message_of, type_name};
 use super::metadata::GgufMetadata;
 use super::tensor::{GgufContent, GgufTensor, RowChange};
 
@@ -33,10 +33,17 @@ impl GgufReader {
     pub fn open(path: &Path) -> Result<Self> {
         let cannot_read =
             |err: io::Error| Error::msg(format!("cannot read {}: {err}", path.display()));
+        // To open a pipe would wait for one that writes.
+        if !fs::metadata(path).map_err(cannot_read)?.is_file() {
+            bail!(
+                "cannot read {}: expected a file, got a folder, a pipe or a device",
+                path.display()
+            );
+        }
         let file = File::open(path).map_err(cannot_read)?;
         let len = file.metadata().map_err(cannot_read)?.len() as usize;
         let mut begin = Vec::new();
-        let read = (&file).take(NEAR).read_to_end(&mut begin);
+        let read = (&file).take(NEAR + VALUE).read_to_end(&mut begin);
         read.map_err(cannot_read)?;
         if !begin.starts_with(b"GGUF") {
             bail!(
@@ -59,10 +66,7 @@ impl GgufReader {
         let content = match Content::read(&mut from_start) {
             Ok(content) => content,
             Err(err) => {
-                let what = match err {
-                    Error::WithBacktrace { inner, .. } => inner.to_string(),
-                    err => err.to_string(),
-                };
+                let what = message_of(err);
                 let Some((_, number)) = what.split_once("unknown dtype for tensor ") else {
                     return Err(fail(&what));
                 };
@@ -162,8 +166,11 @@ impl GgufReader {
     }
 }
 
-/// Bytes of a file that are looked at first: what is said before lists of tokens.
+/// Bytes of a file in which keys are looked for first: what is said before lists of tokens.
 const NEAR: u64 = 4 << 20;
+
+/// Bytes behind them: a key that begins before that border is whole, and so is its value.
+const VALUE: u64 = 64;
 
 /// Whether the begin of a file says that tensors begin at multiples of nothing, by which candle would divide.
 fn has_no_alignment(bytes: &[u8]) -> bool {

@@ -22,7 +22,7 @@
 //!
 //! # Device twins
 //!
-//! An operation in `x.rs` that has kernels of its own for GPUs has a twin of the same names in `x_gpu.rs` beside it. The public function checks shapes, then goes there
+//! An operation in `x.rs` that has kernels of its own for GPUs has a twin beside it, in a file that ends in `_gpu.rs`. The public function checks shapes, then goes there
 //! by `on_cuda!` if its tensors are on a GPU; the twin checks dtypes, device and layouts. What twins have in common, kernels and how they are launched, is in `cuda`.
 //! All are tested on an emulated GPU, with the kernels compiled for the CPU, and on an H100 (`docs/gpu/RESULTS.md`).
 

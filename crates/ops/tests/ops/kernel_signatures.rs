@@ -97,6 +97,12 @@ fn in_sources() -> Signatures {
             kernels.clone().count(),
             "{file}: a kernel is not declared as the others are"
         );
+        let by_macro = kernels.clone().filter(|kernel| kernel.contains("##SUFFIX("));
+        assert_eq!(
+            source.matches("FOR_EACH_TYPE(KERNEL)").count(),
+            by_macro.count(),
+            "{file}: a macro that declares a kernel is not used, or used twice"
+        );
         for kernel in kernels {
             let (name, rest) = kernel.split_once('(').unwrap();
             let (arguments, _) = rest.split_once(')').unwrap();

@@ -98,7 +98,7 @@ impl DistributedOptimizer {
     /// become the masters, rounded. Load the weights on all ranks as well.
     ///
     /// # Errors
-    /// State whose offsets and values do not match, and state that ends beyond the parameter.
+    /// State whose offsets and values do not match or whose offsets do not rise, and state that ends beyond the parameter.
     pub fn load_state(&mut self, state: &OptimizerState) -> Result<usize> {
         let OptimizerState {
             name,
@@ -111,6 +111,13 @@ impl DistributedOptimizer {
             bail!(
                 "the state {kind} of {name} has {} values for {num_values} offsets",
                 values.len()
+            );
+        }
+        if let Some(pair) = offsets.windows(2).find(|two| two[0].end > two[1].start) {
+            bail!(
+                "the state {kind} of {name} has the offsets {:?} before {:?}; expected rising ones that do not overlap",
+                pair[0],
+                pair[1]
             );
         }
         let mut num_taken = 0;

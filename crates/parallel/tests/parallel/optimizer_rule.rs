@@ -241,5 +241,10 @@ fn state_of_another_model_is_refused() -> Result<()> {
         &message(optimizer.load_state(&state)),
         &["77 values for 78 offsets"],
     );
+    state.offsets = vec![40..77, 0..40];
+    assert_says(
+        &message(optimizer.load_state(&state)),
+        &["offsets 40..77 before 0..40", "rising"],
+    );
     Ok(())
 }

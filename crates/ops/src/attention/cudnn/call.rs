@@ -23,7 +23,7 @@ use crate::settings::gpu_settings::GpuSettings;
 use crate::timing::op_times::OpName;
 use candle_core::{DType, Result, Tensor, bail};
 
-/// As `cuda::attention_forward`, of what the spec or `mask` says that queries see; the tensors are contiguous and outside any graph.
+/// As `attention_forward` of [`forward_gpu`](super::super::forward_gpu), of what the spec or `mask` says that queries see; the tensors are contiguous and outside any graph.
 pub(in super::super) fn attention_forward(
     [q, k, v]: [&Tensor; 3],
     spec: &AttentionSpec,
@@ -54,7 +54,7 @@ fn forward<T: Element>(work: &Work, [q, k, v]: [&Tensor; 3]) -> Result<Option<(O
     Ok(Some((o.into_output(q.shape()), log_sum_exp)))
 }
 
-/// As `cuda::attention_backward`; the tensors are contiguous and outside any graph.
+/// As `attention_backward` of [`backward_gpu`](super::super::backward_gpu); the tensors are contiguous and outside any graph.
 pub(in super::super) fn attention_backward(
     pass: &AttentionGrad<'_>,
     spec: &AttentionSpec,
