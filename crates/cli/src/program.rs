@@ -281,7 +281,7 @@ fn log_to_stderr() -> Result<()> {
     let filter = filter.try_from_env().or_else(|err| match std::env::var_os(EnvFilter::DEFAULT_ENV) {
         None => Ok(EnvFilter::default().add_directive(LevelFilter::INFO.into())),
         Some(value) => bail!(
-            "RUST_LOG is {value:?}: {err}\nhint: expected levels by target, such as debug or candle_train=debug"
+            "RUST_LOG is {value:?}: {err}\nhint: expected levels by target, such as debug or candle_data=debug"
         ),
     })?;
     tracing_subscriber::fmt()

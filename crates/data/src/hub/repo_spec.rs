@@ -71,5 +71,7 @@ pub(super) fn is_name(name: &str) -> bool {
 /// Whether a path that comes from elsewhere stays inside the folder that it is joined to.
 pub(super) fn is_inside(path: &str) -> bool {
     let mut parts = Path::new(path).components();
-    parts.all(|part| matches!(part, Component::Normal(_))) && !path.is_empty()
+    // A list of files has one in a line.
+    let is_a_line = !path.contains(char::is_control);
+    parts.all(|part| matches!(part, Component::Normal(_))) && !path.is_empty() && is_a_line
 }

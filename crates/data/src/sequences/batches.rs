@@ -261,8 +261,8 @@ impl Batches {
         self.config.batch_size_at(position).min(left)
     }
 
-    /// Of each step of a batch ramp, for batches that begin with the first step of the run and do not go on from another, how many steps of the global batch size it and those before it count as in an
-    /// a learning-rate schedule: each as the part that it is of one.
+    /// Progress of a learning-rate schedule after each step of a batch ramp, in steps of the global batch size: a smaller step counts as
+    /// the part that it is of one. For batches that begin with the first step of the run and do not go on from another.
     pub fn ramp_progress(&self) -> Vec<f64> {
         let (mut num_sequences, global) = (0, self.config.global_batch_size as f64);
         let steps = self.ramp.iter().map(|&position| {

@@ -179,8 +179,10 @@ impl TokenCache {
             return Ok(None);
         }
         let path = self.path(key);
-        // It is none of this cache, or it would have been taken from there.
-        let _ = fs::remove_file(&path);
+        // A link to a folder would not be replaced.
+        if path.symlink_metadata().is_ok_and(|found| !found.is_file()) {
+            let _ = fs::remove_file(&path);
+        }
         let made =
             fs::create_dir_all(&self.dir).and_then(|()| WholeFile::with_mode(&path, self.mode()?));
         let Ok(mut file) = made else {

@@ -144,36 +144,44 @@ pub(super) fn read_tokens(source: &mut (impl Read + Seek)) -> Result<(Vec<IndexE
     source.rewind()?;
     source.read_exact(&mut told)?;
     let sizes: Metadata = serde_json::from_slice(&told[8..]).map_err(Error::wrap)?;
-    let num_of = |name: &str| {
-        let info = sizes.info(name)?;
-        info.shape.first().copied()
-    };
-    let (Some(num_tokens), Some(num_records), Some(len)) =
-        (num_of("ids"), num_of("records"), num_of("report"))
-    else {
-        return Err(damaged());
-    };
     if num_bytes != (HEADER + sizes.data_len()) as u64 {
         return Err(damaged());
     }
+    // As the offsets say, none of which lies beyond the end of the file. The shapes are compared with what is read.
+    let len_of = |name: &str| {
+        let (start, end) = sizes.info(name)?.data_offsets;
+        Some(end - start)
+    };
+    let (Some(ids_len), Some(records_len), Some(report_len)) =
+        (len_of("ids"), len_of("records"), len_of("report"))
+    else {
+        return Err(damaged());
+    };
     let mut hash = XxHash3_128::new();
     let mut block = vec![0; 1 << 20];
-    let mut left = num_tokens * 4;
+    let mut max_id = 0;
+    let mut left = ids_len;
     while left > 0 {
         let len = left.min(block.len());
         source.read_exact(&mut block[..len])?;
         hash.write(&block[..len]);
+        let words = block[..len].as_chunks().0.iter();
+        let ids = words.map(|word| u32::from_le_bytes(*word) & !NO_LOSS);
+        max_id = ids.fold(max_id, u32::max);
         left -= len;
     }
-    let mut records = vec![0; num_records * IndexEntry::NUM_BYTES];
+    let mut records = vec![0; records_len];
     source.read_exact(&mut records)?;
-    let mut report = vec![0; len];
+    let mut report = vec![0; report_len];
     source.read_exact(&mut report)?;
+    let (num_tokens, num_records) = (ids_len / 4, records_len / IndexEntry::NUM_BYTES);
     if told != header(num_tokens, num_records, &report)? {
         return Err(damaged());
     }
     let found: Found = serde_json::from_slice(&report).map_err(Error::wrap)?;
-    if digest(hash, &records) != found.digest {
+    if digest(hash, &records) != found.digest
+        || (found.num_tokens, found.max_id) != (num_tokens as u64, max_id)
+    {
         return Err(damaged());
     }
     let words = records
@@ -184,5 +192,16 @@ pub(super) fn read_tokens(source: &mut (impl Read + Seek)) -> Result<(Vec<IndexE
     let words: Vec<u64> = words.collect();
     let entries = words.as_chunks().0.iter();
     let entries: Option<Vec<IndexEntry>> = entries.map(|it| IndexEntry::from_words(*it)).collect();
-    Ok((entries.ok_or_else(damaged)?, found))
+    let entries = entries.ok_or_else(damaged)?;
+    let mut end = 0;
+    for entry in &entries {
+        if entry.start != end || entry.first_target > entry.len {
+            return Err(damaged());
+        }
+        end += u64::from(entry.len);
+    }
+    if end != found.num_tokens {
+        return Err(damaged());
+    }
+    Ok((entries, found))
 }
