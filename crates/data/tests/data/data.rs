@@ -358,6 +358,28 @@ fn a_cached_file_that_is_damaged_anywhere_is_made_again() {
     assert_eq!(cached.files(), [file]);
 }
 
+/// What needs no memory is said to be large: no room is made for it.
+#[test]
+fn a_cached_file_whose_header_lies_is_made_again() {
+    let cached = Cached::new();
+    let want = cached.ids();
+    let [file] = cached.files().try_into().unwrap();
+    let whole = fs::read(&file).unwrap();
+    let header: serde_json::Value = serde_json::from_slice(&whole[8..512]).unwrap();
+    for name in ["ids", "records", "report"] {
+        let mut header = header.clone();
+        header[name]["shape"] = serde_json::json!([1u64 << 45, 0]);
+        let offset = header[name]["data_offsets"][0].clone();
+        header[name]["data_offsets"][1] = offset;
+        let mut text = header.to_string().into_bytes();
+        text.resize(504, b' ');
+        let forged = [&whole[..8], &text, &whole[512..]].concat();
+        fs::write(&file, forged).unwrap();
+        assert_eq!(cached.ids(), want, "{name}");
+        assert!(fs::read(&file).unwrap() == whole, "{name}");
+    }
+}
+
 #[test]
 fn what_a_killed_run_has_left_is_removed_and_not_what_another_one_writes() {
     let cached = Cached::new();
