@@ -188,8 +188,8 @@ impl Mailbox {
     /// [`MailboxConfig::largest_tensor_bytes`]; of 16 MiB in any case, for what ranks tell each other beside their tensors. Who sends large
     /// ones must know that this was called.
     pub fn bound_tensors(&self, largest_tensor_bytes: usize) {
-        self.inbox
-            .bound_tensors(largest_tensor_bytes.max(WORDS_BYTES));
+        let largest = largest_tensor_bytes.max(WORDS_BYTES);
+        self.inbox.largest_tensor.store(largest, Ordering::Release);
     }
 
     /// Sends a message, of any number of tensors of any shape, contiguous and on the CPU.
@@ -304,7 +304,7 @@ impl Mailbox {
     /// # Errors
     /// This rank is not a member.
     pub fn group(self: &Arc<Self>, members: &[usize]) -> candle_core::Result<ProcessGroup> {
-        let group = group::MailGroup::new(self.clone(), members)?;
+        let group = group::MailGroup::new(self.clone(), members.to_vec(), 0)?;
         Ok(ProcessGroup::new(Box::new(group)))
     }
 

@@ -33,7 +33,7 @@ use crate::{Communicator, Counters, Error, Operation, Pending, Request};
 pub struct ProcessGroup {
     comm: Arc<dyn Communicator>,
     /// World ranks, by group rank.
-    members: Arc<[usize]>,
+    pub(crate) members: Arc<[usize]>,
     /// The number of the next collective.
     next_seq: Arc<AtomicU64>,
     counters: Arc<Mutex<Counters>>,
@@ -120,11 +120,6 @@ impl ProcessGroup {
     /// Whether sums over more than two ranks depend on nothing but the ranks and what they have: over every backend but NCCL.
     pub fn sums_in_rank_order(&self) -> bool {
         self.world_size() <= 2 || self.comm.sums_in_rank_order()
-    }
-
-    /// World ranks, by group rank.
-    pub(crate) fn members(&self) -> &[usize] {
-        &self.members
     }
 
     /// The number of ranks in the group.

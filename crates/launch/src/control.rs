@@ -207,12 +207,6 @@ impl Control {
         self.end(FailureKind::Failed, message, FAREWELL)
     }
 
-    /// Says that this rank was told to end by SIGTERM.
-    fn terminate(&self, limit: Duration) {
-        let why = "signal SIGTERM, from its launcher, a scheduler or a user";
-        self.end(FailureKind::Terminated, why, limit);
-    }
-
     fn end(&self, kind: FailureKind, message: &str, limit: Duration) -> Option<Failure> {
         let failure = self.link.fail(kind, message.to_string(), limit);
         if let Some(server) = &self.server {

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use nix::sys::signal::{SigHandler, Signal};
+use nix::sys::signal::Signal;
 
-use crate::signal_pipe::{Watcher, watch};
+use crate::signal_pipe::{Watcher, is_heard, watch};
 
 /// Ctrl-C in a program that answers one thing after the other.
 #[derive(Clone, Debug, Default)]
@@ -20,7 +20,6 @@ impl Interrupts {
         let heard = Self::default();
         let is_asked = heard.is_asked.clone();
         let on_signal = move |_| is_asked.swap(true, Ordering::AcqRel);
-        let is_heard = |before| !matches!(before, SigHandler::SigIgn);
         let watcher = (Watcher::Interrupts, "interrupts");
         if let Err(error) = watch(watcher, &[Signal::SIGINT], is_heard, on_signal) {
             tracing::warn!("Ctrl-C will end this process at once: {error}");

@@ -7,6 +7,7 @@ mod fingerprint;
 mod interrupts;
 pub mod launcher;
 mod limits;
+mod lock;
 mod long_words;
 mod own_file;
 mod rank_env;

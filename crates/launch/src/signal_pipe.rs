@@ -50,6 +50,11 @@ pub(crate) fn ends_process(handler: SigHandler) -> bool {
     }
 }
 
+/// Whether a signal that has this handler is one to hear: one that is ignored, as SIGHUP is under `nohup`, stays so.
+pub(crate) fn is_heard(handler: SigHandler) -> bool {
+    !matches!(handler, SigHandler::SigIgn)
+}
+
 /// From now on `on_signal` hears of each of these signals, on a thread of the watcher's name; where it says so, the signal then does what
 /// it did before. Those stay as they are whose handler is not one that this `replaces`.
 pub(crate) fn watch(

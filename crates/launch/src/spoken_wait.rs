@@ -2,10 +2,11 @@
 
 use std::io::{Write, stderr};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::control::spawn;
+use crate::lock::lock;
 
 /// When those who wait for others say so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,8 +75,4 @@ impl SpokenWait {
     pub fn say(&self, what: String) {
         *lock(&self.what) = what;
     }
-}
-
-fn lock(what: &Mutex<String>) -> MutexGuard<'_, String> {
-    what.lock().unwrap_or_else(PoisonError::into_inner)
 }

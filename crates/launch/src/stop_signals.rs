@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{SigHandler, Signal};
+use nix::sys::signal::Signal;
 
 use crate::control::{print_aside, print_in_time};
-use crate::signal_pipe::{Watcher, ends_process, ignore_file_size_signal, watch};
+use crate::signal_pipe::{Watcher, ends_process, ignore_file_size_signal, is_heard, watch};
 
 /// What asks a program to stop. `mpirun` passes only the last one on without killing a moment later.
 pub(crate) const STOPPING: [Signal; 4] = [
@@ -55,7 +55,9 @@ impl StopSignals {
                     return false;
                 }
                 let say = say.clone();
-                let text = in_time(move || say(signal.as_str(), is_again)).map(line);
+                let say = move || say(signal.as_str(), is_again);
+                let text = in_time("said-of-signal", REPEAT_WAIT, say);
+                let text = text.flatten().map(line);
                 match is_again {
                     true => text.into_iter().for_each(print_in_time),
                     false => {
@@ -87,15 +89,7 @@ pub fn before_ending(clean: impl FnOnce() + Send + 'static) {
     let mut clean = Some(clean);
     let on_signal = move |_| {
         if let Some(clean) = clean.take() {
-            let (done, is_done) = mpsc::channel();
-            let thread = std::thread::Builder::new().name("cleaning".into());
-            let spawned = thread.spawn(move || {
-                clean();
-                done.send(())
-            });
-            if spawned.is_ok() {
-                let _ = is_done.recv_timeout(CLEANING);
-            }
+            in_time("cleaning", CLEANING, clean);
         }
         true
     };
@@ -105,17 +99,16 @@ pub fn before_ending(clean: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// What `say` gives within a second: it may look at a folder that does not answer, and the signal has its effect all the same.
-fn in_time(say: impl FnOnce() -> Option<String> + Send + 'static) -> Option<String> {
-    let (said, is_said) = mpsc::channel();
-    let thread = std::thread::Builder::new().name("said-of-signal".into());
-    let spawned = thread.spawn(move || said.send(say()));
-    spawned.ok()?;
-    is_said.recv_timeout(REPEAT_WAIT).ok().flatten()
-}
-
-fn is_heard(before: SigHandler) -> bool {
-    !matches!(before, SigHandler::SigIgn)
+/// What `work` gives within this time, on a thread of this name: a folder may not answer, and the signal has its effect all the same.
+fn in_time<T: Send + 'static>(
+    name: &str,
+    limit: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (done, is_done) = mpsc::channel();
+    let thread = std::thread::Builder::new().name(name.into());
+    thread.spawn(move || done.send(work())).ok()?;
+    is_done.recv_timeout(limit).ok()
 }
 
 /// On a terminal not behind what is there already: `^C`, or a bar.

@@ -7,6 +7,20 @@ use candle_core::{Error, Result, Tensor, bail};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use twox_hash::XxHash64;
 
+/// What every rank has to say, in rank order. Every rank of the group must call it.
+///
+/// # Errors
+/// Failures of ranks.
+pub(crate) fn gather<T: DeserializeOwned>(
+    group: &ProcessGroup,
+    own: &impl Serialize,
+) -> Result<Vec<T>> {
+    let own = serde_json::to_vec(own).map_err(Error::wrap)?;
+    let all = group.all_gather_bytes(&own)?.into_iter();
+    all.map(|said| serde_json::from_slice(&said).map_err(Error::wrap))
+        .collect()
+}
+
 /// What every rank has to say, in rank order; or, if some failed, one message for all. Every rank must call it.
 ///
 /// # Errors
@@ -15,12 +29,7 @@ pub(crate) fn exchange<T: Serialize + DeserializeOwned>(
     world: &ProcessGroup,
     own: &std::result::Result<T, String>,
 ) -> Result<std::result::Result<Vec<T>, String>> {
-    let bytes = serde_json::to_vec(own).map_err(Error::wrap)?;
-    let all = world.all_gather_bytes(&bytes)?;
-    let all = all
-        .iter()
-        .map(|bytes| serde_json::from_slice(bytes).map_err(Error::wrap));
-    let all: Vec<std::result::Result<T, String>> = all.collect::<Result<_>>()?;
+    let all: Vec<std::result::Result<T, String>> = gather(world, own)?;
     let failed: Vec<(usize, String)> = all
         .iter()
         .enumerate()
@@ -106,16 +115,11 @@ impl Facts {
     /// An error on every rank, which begins with `error` and ends with `hint`, if one says something else than rank 0. Every rank must
     /// call it.
     pub fn compare(&self, world: &ProcessGroup, error: &str, hint: &str) -> Result<()> {
-        let own = match world.rank() {
-            0 => serde_json::to_vec(self).map_err(Error::wrap)?,
-            _ => Vec::new(),
-        };
-        let of_ranks = world.all_gather_bytes(&own)?;
-        let first: Self = serde_json::from_slice(&of_ranks[0]).map_err(Error::wrap)?;
-        let differences = match exchange(world, &Ok(first.difference(self, world.rank())))? {
-            Ok(differences) => differences,
-            Err(message) => bail!("{message}"),
-        };
+        let own = (world.rank() == 0).then_some(self);
+        let mut of_ranks: Vec<Option<Self>> = gather(world, &own)?;
+        let first = of_ranks.swap_remove(0).unwrap_or_default();
+        let own = first.difference(self, world.rank());
+        let differences: Vec<Option<String>> = gather(world, &own)?;
         match differences.into_iter().flatten().next() {
             None => Ok(()),
             Some(difference) => bail!("{error}: {difference}\nhint: {hint}"),

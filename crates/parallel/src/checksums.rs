@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::hash::Hasher;
 
 use candle_comm::{Mesh, ProcessGroup};
-use candle_core::{DType, Error, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash64;
 
-use crate::agreement::exchange;
+use crate::agreement::gather;
 
 /// What tensor-parallel ranks must have alike.
 #[derive(Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -97,12 +97,10 @@ impl Checksums {
         mesh: &Mesh,
         when: &str,
     ) -> Result<Option<String>> {
-        let own = serde_json::to_vec(&(mesh.world.rank(), &self.0)).map_err(Error::wrap)?;
+        let of_group: Vec<(usize, Vec<Checksum>)> = gather(group, &(mesh.world.rank(), &self.0))?;
         let mut seen = HashMap::new();
         let mut difference = None;
-        for bytes in group.all_gather_bytes(&own)? {
-            let (rank, sums): (usize, Vec<Checksum>) =
-                serde_json::from_slice(&bytes).map_err(Error::wrap)?;
+        for (rank, sums) in of_group {
             for Checksum { what, place, sum } in sums {
                 let (first, expected) = *seen.entry((what.clone(), place)).or_insert((rank, sum));
                 if difference.is_none() && sum != expected {
@@ -110,10 +108,8 @@ impl Checksums {
                 }
             }
         }
-        match exchange(&mesh.world, &Ok(difference))? {
-            Ok(of_ranks) => Ok(of_ranks.into_iter().flatten().next()),
-            Err(message) => bail!("{message}"),
-        }
+        let of_ranks: Vec<Option<String>> = gather(&mesh.world, &difference)?;
+        Ok(of_ranks.into_iter().flatten().next())
     }
 }
 

@@ -23,7 +23,7 @@ pub(super) type Letterbox = Arc<OnceLock<Sent>>;
 #[derive(Default)]
 pub(super) struct Channel {
     /// No receive was started for these.
-    sent: VecDeque<Sent>,
+    pub sent: VecDeque<Sent>,
     /// No message was sent to these.
     receives: VecDeque<Letterbox>,
 }
@@ -44,10 +44,5 @@ impl Channel {
             None => self.receives.push_back(letterbox.clone()),
         }
         letterbox
-    }
-
-    /// Messages that no receive asked for.
-    pub fn num_undelivered(&self) -> usize {
-        self.sent.len()
     }
 }

@@ -42,7 +42,7 @@ impl LocalCommunicator {
         let to_send = |(dst, xs): (usize, &Tensor)| {
             let copy = copy(xs, self.world.device(self.members[dst]))?;
             let (tensor, site) = (GivenAway::new(copy), request.call.site);
-            let arrival = Instant::now() + self.world.latency();
+            let arrival = Instant::now() + self.world.latency;
             Ok((
                 dst,
                 Sent {

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::ThreadId;
 use std::time::Duration;
@@ -26,10 +26,11 @@ pub(crate) struct World {
     deadline: Duration,
     pub(super) abort_after: Duration,
     delays: Option<u64>,
-    latency: Duration,
+    /// How long messages are on their way.
+    pub(super) latency: Duration,
     devices: Vec<Device>,
     /// Beside that of all ranks.
-    num_groups: AtomicI64,
+    pub(super) num_groups: AtomicI64,
     state: Mutex<WorldState>,
     wake: Vec<Condvar>,
     /// Wakes who waits for the ends of ranks.
@@ -247,11 +248,6 @@ impl World {
         }
     }
 
-    /// A number for a group, which no other has.
-    pub(super) fn new_group(&self) -> i64 {
-        self.num_groups.fetch_add(1, Ordering::Relaxed) + 1
-    }
-
     /// The bookkeeping. No code panics while it holds the lock, so a poisoned lock still guards a sound state.
     pub(super) fn lock(&self) -> MutexGuard<'_, WorldState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -297,12 +293,9 @@ impl World {
 
     /// The first failure, if any rank failed. To be called once, when all ranks have ended.
     pub(crate) fn take_failure(&self) -> Option<Error> {
-        let Failure {
-            rank,
-            message,
-            num_ranks,
-        } = self.lock().failure.take()?;
-        Some(match num_ranks == self.wake.len() {
+        let failure = self.lock().failure.take()?;
+        let (rank, message) = (failure.rank, failure.message);
+        Some(match failure.num_ranks == self.wake.len() {
             true => Error::AllRanksFailed { message },
             false => Error::RankFailed { rank, message },
         })
@@ -311,7 +304,9 @@ impl World {
     /// The number of messages that were sent and never asked for.
     pub(crate) fn num_undelivered(&self) -> usize {
         let state = self.lock();
-        state.channels.values().map(Channel::num_undelivered).sum()
+        (state.channels.values())
+            .map(|channel| channel.sent.len())
+            .sum()
     }
 
     /// Blocks world rank `rank` until `poll` is ready, a rank fails, a rank that is needed leaves, ranks are seen to
@@ -395,11 +390,6 @@ impl World {
             });
         }
         Ok(())
-    }
-
-    /// How long messages are on their way.
-    pub(super) fn latency(&self) -> Duration {
-        self.latency
     }
 
     /// Sleeps for 0 to 2 ms if delays are injected. The same seed gives each rank the same delays.

@@ -3,7 +3,7 @@
 use std::io::{BufReader, ErrorKind, Result};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::thread::Builder;
 use std::time::Duration;
 
@@ -65,7 +65,9 @@ impl Connection {
 
     /// Sends a message or another frame; returns when the last byte of it is on its way.
     pub fn send(&self, frame: &Frame) -> Result<()> {
-        let sent = frame.write(&mut *self.lock());
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let sent = frame.write(&mut *stream);
+        drop(stream);
         if sent.is_err() {
             // A part of it may be there: nothing can follow.
             self.close();
@@ -107,7 +109,7 @@ impl Connection {
         let error = loop {
             // A peer whose messages are not taken need not be heard.
             inbox.wait_for_room(rank, Duration::MAX);
-            match Frame::read(&mut reader, || inbox.largest_tensor()) {
+            match Frame::read(&mut reader, || inbox.largest_tensor.load(Ordering::Acquire)) {
                 Ok(Frame::Beat) => {}
                 Ok(Frame::Mail(tag, tensors)) => inbox.put(Mail {
                     from: rank,
@@ -146,9 +148,5 @@ impl Connection {
             because_of: None,
         });
         self.close();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, TcpStream> {
-        self.stream.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -24,11 +24,7 @@ pub(super) struct MailGroup {
 }
 
 impl MailGroup {
-    pub fn new(mailbox: Arc<Mailbox>, members: &[usize]) -> Result<Self> {
-        Self::with_id(mailbox, members.to_vec(), 0)
-    }
-
-    fn with_id(mailbox: Arc<Mailbox>, members: Vec<usize>, id: u32) -> Result<Self> {
+    pub fn new(mailbox: Arc<Mailbox>, members: Vec<usize>, id: u32) -> Result<Self> {
         let own = mailbox.rank();
         let Some(rank) = members.iter().position(|member| *member == own) else {
             bail!("rank {own} asks for a group of ranks {members:?}, of which it is none");
@@ -175,6 +171,6 @@ impl Communicator for MailGroup {
         let seq = self.next_seq.load(Ordering::Relaxed);
         (self.id, seq, &members).hash(&mut hasher);
         let id = (hasher.finish() >> 32) as u32;
-        Ok(Box::new(Self::with_id(self.mailbox.clone(), members, id)?))
+        Ok(Box::new(Self::new(self.mailbox.clone(), members, id)?))
     }
 }

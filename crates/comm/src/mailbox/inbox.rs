@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::deadline::Deadline;
 pub(super) struct Inbox {
     limit: usize,
     /// Bytes that a tensor from another process may have.
-    largest_tensor: AtomicUsize,
+    pub largest_tensor: AtomicUsize,
     state: Mutex<Inbound>,
     changed: Condvar,
 }
@@ -63,17 +63,6 @@ impl Inbox {
             (state.is_closed || is_there).then_some(!state.is_closed)
         });
         room.unwrap_or(false)
-    }
-
-    /// Notes how many bytes tensors from other processes may have.
-    pub fn bound_tensors(&self, largest_tensor_bytes: usize) {
-        self.largest_tensor
-            .store(largest_tensor_bytes, Ordering::Release);
-    }
-
-    /// How many bytes a tensor from another process may have.
-    pub fn largest_tensor(&self) -> usize {
-        self.largest_tensor.load(Ordering::Acquire)
     }
 
     /// Adds a message, unless the owner has left.

@@ -56,7 +56,7 @@ impl Scope {
                 scope: self,
                 number: 0,
             },
-            members: group.members().as_ptr().addr(),
+            members: group.members.as_ptr().addr(),
         };
         let _restore = Restore(CURRENT.replace(Some(begin)));
         let result = work();
@@ -66,7 +66,7 @@ impl Scope {
 
     /// Whether a collective of `group` that starts now on this thread belongs to a scope.
     pub fn covers(group: &ProcessGroup) -> bool {
-        let members = group.members().as_ptr().addr();
+        let members = group.members.as_ptr().addr();
         CURRENT.get().is_some_and(|now| now.members == members)
     }
 }
@@ -87,15 +87,12 @@ impl InScope {
 
 impl fmt::Display for InScope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            scope:
-                Scope {
-                    what,
-                    block,
-                    number: pass,
-                },
-            number,
-        } = self;
-        write!(f, "{what} {pass} of block {block}, collective {number}")
+        let scope = self.scope;
+        write!(
+            f,
+            "{} {} of block {}, ",
+            scope.what, scope.number, scope.block
+        )?;
+        write!(f, "collective {}", self.number)
     }
 }

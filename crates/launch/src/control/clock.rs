@@ -1,7 +1,9 @@
 //! The time that this process ran.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
+
+use crate::lock::lock;
 
 /// A clock that stands still while the process is stopped (SIGSTOP, Ctrl-Z, a suspended machine): that time is no time
 /// for which other ranks were silent or late. It runs on [`tick`](Self::tick), to be called more often than the longest tick.
@@ -23,13 +25,13 @@ impl RunClock {
 
     /// The time that the process ran since the clock was made.
     pub(super) fn now(&self) -> Duration {
-        let (time, last) = *self.ticked.lock().unwrap_or_else(PoisonError::into_inner);
+        let (time, last) = *lock(&self.ticked);
         time + last.elapsed().min(self.longest)
     }
 
     /// Goes on and returns the time.
     pub(super) fn tick(&self) -> Duration {
-        let mut ticked = self.ticked.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut ticked = lock(&self.ticked);
         let now = ticked.0 + ticked.1.elapsed().min(self.longest);
         *ticked = (now, Instant::now());
         now

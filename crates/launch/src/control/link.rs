@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io::{self, BufReader};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::activity::{Activity, Snapshot};
@@ -12,6 +12,7 @@ use super::failure::{self, DIED_HINT, SILENT_HINT, died, silent};
 use super::message::{Answer, FromRank, Question, ToRank};
 use super::wire::{self, Limits, Outbox, Timed};
 use super::{ControlConfig, Failure, FailureKind, Operation, STOPS, spawn};
+use crate::lock::lock;
 use crate::{Error, Result};
 
 /// A rank's end of the connection, shared by its threads: one reads, one writes, one beats.
@@ -81,7 +82,7 @@ impl Link {
     }
 
     pub(super) fn failure(&self) -> Option<Failure> {
-        self.lock().failure.clone()
+        lock(&self.state).failure.clone()
     }
 
     /// Notes an operation that begins, and returns its id.
@@ -97,12 +98,12 @@ impl Link {
     /// Changes what this rank says that it does.
     pub(super) fn update<T>(&self, change: impl FnOnce(&mut Activity, Duration) -> T) -> T {
         let now = self.clock.now();
-        change(&mut self.lock().activity, now)
+        change(&mut lock(&self.state).activity, now)
     }
 
     /// Asks the server and waits for the answer.
     pub(super) fn ask(&self, question: Question, body: &[u8]) -> Result<(Answer, Vec<u8>)> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let id = state.next_id;
         state.next_id += 1;
         drop(state);
@@ -121,7 +122,7 @@ impl Link {
 
     /// Says goodbye and waits for the answer.
     pub(super) fn leave(&self) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if !state.left {
             state.left = true;
             self.tell_activity(&state);
@@ -133,7 +134,7 @@ impl Link {
 
     /// Waits for something that comes, or for the end of the run.
     fn wait_for<T>(&self, come: impl Fn(&mut LinkState) -> Option<T>) -> Result<T> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         loop {
             if let Some(here) = come(&mut state) {
                 return Ok(here);
@@ -153,7 +154,7 @@ impl Link {
         message: String,
         limit: Duration,
     ) -> Option<Failure> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if state.left {
             return None;
         }
@@ -170,13 +171,13 @@ impl Link {
 
     /// Closes the connection; without a goodbye the others take it for the death of this rank.
     pub(super) fn close(&self) {
-        self.lock().closed = true;
+        lock(&self.state).closed = true;
         // Nothing to do about a connection that is closed already.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
 
     pub(super) fn has_left(&self) -> bool {
-        self.lock().left
+        lock(&self.state).left
     }
 
     fn listen(self: &Arc<Self>, mut reader: BufReader<Timed>) {
@@ -190,7 +191,7 @@ impl Link {
 
     fn handle(self: &Arc<Self>, message: ToRank, body: Vec<u8>) {
         let now = self.clock.now();
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.heard = now;
         match message {
             ToRank::Beat(snapshot) => state.zero = snapshot,
@@ -208,7 +209,7 @@ impl Link {
     /// Says what this rank does and looks at the clock; false when there is nothing left to watch.
     fn beat(self: &Arc<Self>) -> bool {
         let now = self.clock.tick();
-        let state = self.lock();
+        let state = lock(&self.state);
         if state.closed {
             return false;
         }
@@ -223,7 +224,7 @@ impl Link {
 
     /// Says at once what this rank does.
     pub(super) fn tell(&self) {
-        self.tell_activity(&self.lock());
+        self.tell_activity(&lock(&self.state));
     }
 
     fn tell_activity(&self, state: &LinkState) {
@@ -234,7 +235,7 @@ impl Link {
     /// The server, and so rank 0, is gone.
     fn lost(self: &Arc<Self>, what: &str, hint: &str) {
         let now = self.clock.now();
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if state.left {
             state.goodbye = true;
         } else if !state.closed {
@@ -272,12 +273,8 @@ impl Link {
         }
         let link = self.clone();
         failure::end(text, self.config.ends_process, move || {
-            link.lock().printed = true;
+            lock(&link.state).printed = true;
             link.changed.notify_all();
         });
-    }
-
-    fn lock(&self) -> MutexGuard<'_, LinkState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -49,14 +49,8 @@ pub struct Operation {
 
 impl std::fmt::Display for Operation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self {
-            group,
-            seq,
-            call,
-            site,
-        } = self;
-        write!(f, "{call} at {site} ({group}")?;
-        if let Some(seq) = seq {
+        write!(f, "{} at {} ({}", self.call, self.site, self.group)?;
+        if let Some(seq) = self.seq {
             write!(f, ", operation number {seq}")?;
         }
         f.write_str(")")

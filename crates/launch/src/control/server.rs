@@ -11,7 +11,7 @@ pub(crate) mod strangers;
 
 use std::io::{self, BufReader};
 use std::net::{TcpListener, TcpStream};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -22,6 +22,7 @@ use super::message::{FromRank, Hello};
 use super::wire::{self, Limits, Outbox, Timed};
 use super::{ControlConfig, spawn};
 use crate::Secret;
+use crate::lock::lock;
 use run::ServedRun;
 pub(super) use run::rank_list;
 pub(super) use strangers::{Serving, Strangers};
@@ -68,7 +69,7 @@ impl Server {
 
     /// Blocks until every rank knows why the run ends, or does not start; returns at once if it goes on.
     pub(super) fn wait_until_known(&self, limit: Duration) {
-        let (run, changed) = (self.hub.lock(), &self.hub.changed);
+        let (run, changed) = (lock(&self.hub.run), &self.hub.changed);
         drop(changed.wait_timeout_while(run, limit, |run| !run.is_known()));
     }
 }
@@ -138,19 +139,15 @@ impl Hub {
     }
 
     /// Listens to a rank that is in.
-    fn listen(&self, admitted: Admitted) {
-        let Admitted {
-            rank,
-            connection,
-            mut reader,
-        } = admitted;
+    fn listen(&self, mut admitted: Admitted) {
+        let rank = admitted.rank;
         let why = loop {
-            match wire::read::<FromRank>(&mut reader, Limits::RANK) {
+            match wire::read::<FromRank>(&mut admitted.reader, Limits::RANK) {
                 Ok((message, body)) => self.event(|run, now| run.hear(rank, message, body, now)),
                 Err(error) => break error,
             }
         };
-        self.event(|run, now| run.lose(rank, connection, &why, now));
+        self.event(|run, now| run.lose(rank, admitted.connection, &why, now));
     }
 
     fn tick(&self) -> Option<Duration> {
@@ -160,12 +157,8 @@ impl Hub {
 
     fn event<T>(&self, happen: impl FnOnce(&mut ServedRun, Duration) -> T) -> T {
         let now = self.clock.now();
-        let outcome = happen(&mut self.lock(), now);
+        let outcome = happen(&mut lock(&self.run), now);
         self.changed.notify_all();
         outcome
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ServedRun> {
-        self.run.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

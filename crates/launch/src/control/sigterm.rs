@@ -1,11 +1,12 @@
 //! SIGTERM, which launchers send to all ranks when one has died: the message about that one should still come out.
 
-use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Once, Weak};
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
 
-use super::Control;
+use super::{Control, FailureKind};
+use crate::lock::lock;
 use crate::signal_pipe::{self, Watcher};
 
 /// What a rank that was told to end waits for another one's death to be known. mpirun kills 2 s after it told.
@@ -20,16 +21,13 @@ static WATCHES: Once = Once::new();
 /// From now on SIGTERM ends this process a moment later: it first tells the other ranks and hears of those that died. Does
 /// nothing where the program or its parent has chosen another way to meet the signal.
 pub(super) fn watch(control: &Arc<Control>) {
-    let mut current = CONTROL.lock().unwrap_or_else(PoisonError::into_inner);
-    *current = Arc::downgrade(control);
-    drop(current);
+    *lock(&CONTROL) = Arc::downgrade(control);
     WATCHES.call_once(|| {
         let on_signal = |_| {
-            let current = CONTROL.lock().unwrap_or_else(PoisonError::into_inner);
-            let control = current.upgrade();
-            drop(current);
+            let control = lock(&CONTROL).upgrade();
             if let Some(control) = control {
-                control.terminate(LIMIT);
+                let why = "signal SIGTERM, from its launcher, a scheduler or a user";
+                control.end(FailureKind::Terminated, why, LIMIT);
             }
             true
         };

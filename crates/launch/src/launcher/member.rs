@@ -5,7 +5,7 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
@@ -18,6 +18,7 @@ use super::layout::silence_ms;
 use super::outcome::Outcome;
 use super::say::say;
 use super::{process_tree, signals, thread};
+use crate::lock::lock;
 use crate::secret::random_bytes;
 use crate::{Error, Result, Secret, SpokenWait, WaitNotices};
 
@@ -129,8 +130,7 @@ impl Line {
         silence: Duration,
         on_word: impl Fn(),
     ) -> std::io::Result<(Order, TcpStream)> {
-        let clone = call.stream.try_clone()?;
-        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(clone);
+        *lock(&self.waiting) = Some(call.stream.try_clone()?);
         if self.is_leaving() {
             call.stream.shutdown(Shutdown::Both)?;
         }
@@ -154,7 +154,7 @@ impl Line {
         if !is_first && left_at.elapsed() < Duration::from_secs(1) {
             return;
         }
-        let line = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let line = lock(&self.waiting);
         if let Some(stream) = line.as_ref() {
             let _ = stream.shutdown(Shutdown::Both);
         }

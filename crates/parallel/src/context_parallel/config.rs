@@ -60,8 +60,7 @@ impl ContextConfig {
             (ContextMethod::Ring | ContextMethod::AllGather, ulysses) => {
                 Ok((ulysses.unwrap_or(1), gathers))
             }
-            (ContextMethod::Auto, Some(ulysses)) => Ok((ulysses, false)),
-            (ContextMethod::Ulysses, Some(ulysses)) => Ok((ulysses, false)),
+            (_, Some(ulysses)) => Ok((ulysses, false)),
             (ContextMethod::Ulysses, None) if cp > num_q_heads => bail!(
                 "the method ulysses with cp {cp} has more ranks than the {num_q_heads} query heads of a tensor-parallel rank\nhint: ulysses {largest} (--ulysses {largest}), groups in a ring"
             ),

@@ -54,6 +54,13 @@ struct Exchanged {
 }
 
 impl KeptAttention {
+    fn new(log_sum_exp: Tensor, exchanged: Option<Exchanged>) -> Self {
+        Self {
+            log_sum_exp,
+            exchanged,
+        }
+    }
+
     /// Whether q, k and v are in it, in another form: after an exchange of heads for rows.
     pub fn has_inputs(&self) -> bool {
         self.exchanged.is_some()
@@ -151,16 +158,7 @@ impl ContextParallel {
         pass: &Pass,
         rows: AttentionRows,
     ) -> Result<(Tensor, KeptAttention)> {
-        let plain = |(out, log_sum_exp)| {
-            let exchanged = None;
-            (
-                out,
-                KeptAttention {
-                    log_sum_exp,
-                    exchanged,
-                },
-            )
-        };
+        let plain = |(out, log_sum_exp)| (out, KeptAttention::new(log_sum_exp, None));
         let Some(cut) = pass.of_cut() else {
             return attention_forward(q, k, v, &spec.clone().with_rows(rows)).map(plain);
         };
@@ -176,18 +174,12 @@ impl ContextParallel {
         let own = exchange.to_rows(&out)?;
         let is_in_ring = self.ring.world_size() > 1 && !self.gathers;
         let is_read = is_in_ring || !out.device().is_cpu();
-        let exchanged = Some(Exchanged {
+        let exchanged = Exchanged {
             inputs,
             out: is_read.then_some(out),
             num_heads,
-        });
-        Ok((
-            own,
-            KeptAttention {
-                log_sum_exp,
-                exchanged,
-            },
-        ))
+        };
+        Ok((own, KeptAttention::new(log_sum_exp, Some(exchanged))))
     }
 
     /// The gradients of q, k and v, in their shapes, from that of the output, `grad`. `inputs` are q, k and v of the forward pass unless `kept`
@@ -242,15 +234,15 @@ impl ContextParallel {
     ) -> Result<(Tensor, Tensor)> {
         let spec_of = |rows: &AttentionRows| spec.clone().with_rows(rows.clone());
         if self.ring.world_size() == 1 {
-            return attention_forward(q, k, v, &spec_of(rows.of_ring(0)));
+            return attention_forward(q, k, v, &spec_of(&rows.of_ring[0]));
         }
         if self.gathers {
             let (k, v) = (self.gathered(k, rows)?, self.gathered(v, rows)?);
-            return attention_forward(q, &k, &v, &spec_of(rows.of_all()));
+            return attention_forward(q, &k, &v, &spec_of(&rows.of_all));
         }
         let mut all: Option<(Tensor, Tensor)> = None;
         self.for_each_block(k, v, rows, |block, k, v| {
-            let part = attention_of_part(q, k, v, &spec_of(rows.of_ring(block)))?;
+            let part = attention_of_part(q, k, v, &spec_of(&rows.of_ring[block]))?;
             match &all {
                 None => all = Some(part),
                 Some(all) => merge_attention(all, &part)?,
@@ -276,14 +268,14 @@ impl ContextParallel {
         let sums_like = |like: &Tensor| Tensor::zeros(like.shape(), DType::F32, like.device());
         if self.ring.world_size() == 1 {
             let pass = heads.pass([k, v], log_sum_exp, grad);
-            return Ok(attention_backward(&pass, &spec_of(rows.of_ring(0)))?.into());
+            return Ok(attention_backward(&pass, &spec_of(&rows.of_ring[0]))?.into());
         }
         let dq = sums_like(q)?;
         if self.gathers {
             let (all_k, all_v) = (self.gathered(k, rows)?, self.gathered(v, rows)?);
             let (dk, dv) = (sums_like(&all_k)?, sums_like(&all_v)?);
             let sums = [dq, dk, dv];
-            let spec = spec_of(rows.of_all());
+            let spec = spec_of(&rows.of_all);
             attention_backward_of_part(
                 &heads.pass([&all_k, &all_v], log_sum_exp, grad),
                 None,
@@ -302,7 +294,7 @@ impl ContextParallel {
         let mut arriving: Option<Pending<Vec<Tensor>>> = None;
         self.for_each_block(k, v, rows, |block, k, v| {
             let sums = [dq.clone(), sums_like(k)?, sums_like(v)?];
-            let spec = spec_of(rows.of_ring(block));
+            let spec = spec_of(&rows.of_ring[block]);
             attention_backward_of_part(
                 &heads.pass([k, v], log_sum_exp, grad),
                 Some(&delta),
@@ -345,11 +337,8 @@ impl ContextParallel {
         for step in 0..num_ranks {
             let block = (rank + num_ranks - step) % num_ranks;
             let next = (block + num_ranks - 1) % num_ranks;
-            let is_last = step + 1 == num_ranks;
-            let moving = match is_last {
-                true => None,
-                false => Some(self.start_moving([&k, &v], rows.num_rows_of_ring(next))?),
-            };
+            let start = || self.start_moving([&k, &v], rows.num_rows_of_ring(next));
+            let moving = (step + 1 < num_ranks).then(start).transpose()?;
             work(block, &k, &v)?;
             let Some(moving) = moving else { break };
             match <[Tensor; 2]>::try_from(moving.wait()?) {
@@ -364,8 +353,7 @@ impl ContextParallel {
     fn start_moving(&self, own: [&Tensor; 2], num_rows: usize) -> Result<Pending<Vec<Tensor>>> {
         let (rank, num_ranks) = (self.ring.rank(), self.ring.world_size());
         let (dst, src) = ((rank + 1) % num_ranks, (rank + num_ranks - 1) % num_ranks);
-        let own = own.map(Tensor::contiguous);
-        let [a, b] = own;
+        let [a, b] = own.map(Tensor::contiguous);
         let (a, b) = (a?, b?);
         let send = |xs| P2p::Send { xs, dst };
         let receive = |like: &Tensor| {
@@ -386,7 +374,7 @@ impl ContextParallel {
         let (_, _, heads, head_dim) = xs.dims4()?;
         let padded = rows.padded(&xs.squeeze(0)?.flatten_from(1)?.contiguous()?)?;
         let all = self.ring.all_gather(&padded, 0)?;
-        let all = embedding_forward(&all, rows.gather_order())?;
+        let all = embedding_forward(&all, &rows.gather_order)?;
         all.reshape((1, (), heads, head_dim))
     }
 
@@ -394,7 +382,7 @@ impl ContextParallel {
     fn scattered(&self, xs: &Tensor, rows: &ContextRows) -> Result<Tensor> {
         let (_, _, heads, head_dim) = xs.dims4()?;
         let xs = xs.squeeze(0)?.flatten_from(1)?;
-        let padded = embedding_forward(&xs, rows.scatter_order())?;
+        let padded = embedding_forward(&xs, &rows.scatter_order)?;
         let own = self.ring.reduce_scatter(&padded, ReduceOp::Sum, 0)?;
         let own = own.narrow(0, 0, rows.num_rows_of_ring(self.ring.rank()))?;
         own.contiguous()?.reshape((1, (), heads, head_dim))

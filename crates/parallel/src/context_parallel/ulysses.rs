@@ -105,14 +105,10 @@ impl<'a> Exchange<'a> {
     /// What goes to each rank, (rows, its heads, head_dim), as (all rows, this rank's heads, head_dim).
     fn exchanged(&self, parts: Vec<Tensor>, num_heads: usize) -> Result<Tensor> {
         let head_dim = parts[0].dim(D::Minus1)?;
-        let sizes: Vec<usize> = parts.iter().map(Tensor::elem_count).collect();
-        let sizes: Vec<usize> = sizes.iter().map(|size| size / head_dim).collect();
-        let receive: Vec<usize> = self
-            .rows
-            .members()
-            .iter()
-            .map(|rows| rows * num_heads)
-            .collect();
+        let sizes = parts.iter().map(|part| part.elem_count() / head_dim);
+        let sizes: Vec<usize> = sizes.collect();
+        let members = self.rows.members.iter();
+        let receive: Vec<usize> = members.map(|rows| rows * num_heads).collect();
         let all = self.moved(parts, head_dim, &sizes, &receive)?;
         let rows = self
             .rows
@@ -161,7 +157,7 @@ impl<'a> Exchange<'a> {
     ) -> Result<Vec<Tensor>> {
         let (_, own, head_dim) = all.dims3()?;
         let by_rank = self.rows.by_rank(&all.flatten_from(1)?)?;
-        let send: Vec<usize> = self.rows.members().iter().map(|rows| rows * own).collect();
+        let send: Vec<usize> = self.rows.members.iter().map(|rows| rows * own).collect();
         let num_rows = self.rows.num_own();
         let receive: Vec<usize> = self
             .heads

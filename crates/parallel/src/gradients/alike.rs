@@ -7,7 +7,7 @@ use candle_core::{Result, bail};
 use super::accumulate::Gradients;
 use super::reduce::{NUM_COMPARED, NUM_SUMS};
 use super::reduced::{ReducedBuckets, UpdateNotice, compare_update};
-use crate::agreement::{Comparison, Facts, exchange};
+use crate::agreement::{Comparison, Facts, gather};
 use crate::pass::Reported;
 
 impl Gradients {
@@ -28,10 +28,7 @@ impl Gradients {
     /// must call it.
     fn blame_targets(&self) -> Result<()> {
         let own = (self.mesh.dp.rank(), self.totals.said_targets);
-        let all = match exchange(&self.mesh.world, &Ok(own))? {
-            Ok(all) => all,
-            Err(message) => bail!("{message}"),
-        };
+        let all: Vec<(usize, Option<f64>)> = gather(&self.mesh.world, &own)?;
         let in_words =
             |said: Option<f64>| said.map_or("nothing".to_string(), |said| said.to_string());
         for (rank, &(replica, said)) in all.iter().enumerate() {

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Error, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::sum_of_squares_into;
 
 use super::accumulate::Gradients;
 use super::reduced::ReducedBuckets;
-use crate::agreement::{Comparison, exchange};
+use crate::agreement::{Comparison, gather};
 use crate::checksums::{Checksums, Shared, checksum};
 use crate::params::FlatBuffer;
 use crate::placement::{Gradient, Placement, intersect};
@@ -106,12 +106,7 @@ impl Gradients {
     /// rank must call it.
     pub(super) fn blame_losses(&self, when: &str) -> Result<()> {
         let own = (self.mesh.world.rank(), self.added_losses());
-        let own = serde_json::to_vec(&own).map_err(Error::wrap)?;
-        let all = self.mesh.tp.all_gather_bytes(&own)?;
-        let all = all.iter().map(|bytes| serde_json::from_slice(bytes));
-        let all: Vec<(usize, BTreeMap<String, u64>)> = all
-            .collect::<std::result::Result<_, _>>()
-            .map_err(Error::wrap)?;
+        let all: Vec<(usize, BTreeMap<String, u64>)> = gather(&self.mesh.tp, &own)?;
         let mut difference = None;
         if let Some(((first, expected), others)) = all.split_first() {
             for (rank, losses) in others {
@@ -126,10 +121,7 @@ impl Gradients {
                 difference.get_or_insert(format!("the loss {name} {is}"));
             }
         }
-        let of_ranks = match exchange(&self.mesh.world, &Ok(difference))? {
-            Ok(of_ranks) => of_ranks,
-            Err(message) => bail!("{message}"),
-        };
+        let of_ranks: Vec<Option<String>> = gather(&self.mesh.world, &difference)?;
         match of_ranks.into_iter().flatten().next() {
             None => Ok(()),
             Some(difference) => bail!(

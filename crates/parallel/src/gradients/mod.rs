@@ -3,7 +3,6 @@
 mod accumulate;
 mod alike;
 mod copies;
-mod gradient_sums;
 mod reduce;
 mod reduced;
 mod served;
@@ -13,6 +12,6 @@ mod sum_store;
 mod transfer;
 
 pub use accumulate::Gradients;
-pub use gradient_sums::GradientSums;
 pub(crate) use reduced::UpdateNotice;
 pub use reduced::{ReducedGradients, ReducedLoss};
+pub use served::GradientSums;

@@ -16,6 +16,7 @@ use super::reduced::{ReducedBuckets, ReducedGradients, ReducedLoss, UpdateNotice
 use super::shared::sum_shared_ranges;
 use super::squares::Squares;
 use super::transfer::Sum;
+use crate::agreement::gather;
 use crate::memory::MemoryCategory;
 use crate::params::{Bucket, FlatBuffer, Parameters, Sharing, Slot};
 use crate::pass::{PipelineRank, Reported};
@@ -40,16 +41,6 @@ pub(super) struct Reductions {
     squares: Option<Squares>,
     /// Of each parameter that several tensor-parallel ranks hold, whether the ranks' gradients were seen to be summands.
     is_summand: Vec<bool>,
-}
-
-/// What this rank adds to the step's sum to compare what ranks have.
-struct Compared {
-    /// Of what tensor-parallel ranks hold copies of.
-    copies: f64,
-    /// Of what all ranks say about the update.
-    update: f64,
-    /// How far weights are from where the last update left them, one value on the device.
-    written: Option<Tensor>,
 }
 
 /// Steps in which tensor-parallel ranks compare what passes between blocks: more than one, as a weight that begins as zeros hides what is
@@ -104,14 +95,11 @@ impl Reductions {
     }
 
     pub fn clear(&mut self) {
-        self.started.fill_with(|| None);
-        self.dividing.clear();
-        self.has_sum.fill(false);
-        self.earlier.fill(None);
-        self.owed.clear();
-        self.is_settled.fill(false);
-        self.is_reduced.fill(false);
-        self.squares = None;
+        let is_summand = std::mem::take(&mut self.is_summand);
+        *self = Self {
+            is_summand,
+            ..Self::new(self.started.len(), 0)
+        };
     }
 }
 
@@ -336,15 +324,13 @@ impl Gradients {
             Some(squares) => squares.sum()?,
             None => Tensor::zeros(1, DType::F64, self.mesh.world.device())?,
         };
-        let compared = Compared {
-            copies: self.compared_copies(&reduced)?,
-            update: self.compared_update(update),
-            written: match update.and_then(|update| update.written.as_ref()) {
-                Some(written) => Some(written.distance()?),
-                None => None,
-            },
-        };
-        let (sums, pipeline) = self.sums(squares, &compared)?;
+        let compared = [
+            self.compared_copies(&reduced)?,
+            self.compared_update(update),
+        ];
+        let written = update.and_then(|update| update.written.as_ref());
+        let written = written.map(|written| written.distance()).transpose()?;
+        let (sums, pipeline) = self.sums(squares, compared, written)?;
         self.judge(&reduced, &sums, update)?;
         let [squares, loss_sum, num_targets, num_asking, num_reported, ..] = sums;
         if num_targets <= 0.0 {
@@ -380,22 +366,20 @@ impl Gradients {
     }
 
     /// Sums over all ranks, on the host: of squares, of losses, of targets, of ranks that ask to stop, and of what is compared. With them comes what
-    /// the ranks of the first pipeline have done, each of which has places of its own.
+    /// the ranks of the first pipeline have done, each of which has places of its own. `compared` are this rank's summands for copies and for
+    /// what all say about the update, `written` how far weights are from where the last update left them, one value on the device.
     fn sums(
         &self,
         squares: Tensor,
-        compared: &Compared,
+        compared: [f64; 2],
+        written: Option<Tensor>,
     ) -> Result<([f64; NUM_SUMS], Vec<PipelineRank>)> {
         let zero = Tensor::zeros(1, DType::F64, self.mesh.world.device())?;
         let totals = &self.totals;
         // Tensor-parallel ranks have the same targets, and those of the last stage the same loss.
         let is_first_tp = self.mesh.tp.rank() == 0;
         let loss_sum = totals.loss_sum.as_ref().filter(|_| is_first_tp);
-        let counted = if loss_sum.is_some() {
-            totals.num_targets
-        } else {
-            0.0
-        };
+        let counted = loss_sum.map_or(0.0, |_| totals.num_targets);
         let loss_sum = loss_sum.map_or_else(|| Ok(zero.clone()), |sum| sum.reshape(1))?;
         // Filled by a kernel: a copy of the host's number would wait for the GPU.
         let filled = |value: f64| match value {
@@ -410,8 +394,8 @@ impl Gradients {
         })?;
         let num_asking = filled(f64::from(u8::from(totals.asks_to_stop)))?;
         let num_reported = filled(totals.reported.len() as f64)?;
-        let (copies, update) = (filled(compared.copies)?, filled(compared.update)?);
-        let written = compared.written.clone().unwrap_or_else(|| zero.clone());
+        let (copies, update) = (filled(compared[0])?, filled(compared[1])?);
+        let written = written.unwrap_or_else(|| zero.clone());
         let mut sums = vec![
             squares,
             loss_sum,
@@ -462,13 +446,7 @@ impl Gradients {
     fn metrics(&mut self, num_targets: f64) -> Result<BTreeMap<String, f64>> {
         let mesh = &self.mesh;
         let place = (mesh.pp.rank(), mesh.replicas.rank(), mesh.tp.rank());
-        let own = (place, &self.totals.reported);
-        let own = serde_json::to_vec(&own).map_err(candle_core::Error::wrap)?;
-        let of_ranks = mesh.world.all_gather_bytes(&own)?;
-        let of_ranks = of_ranks.iter().map(|bytes| serde_json::from_slice(bytes));
-        let of_ranks: Vec<OfRank> = of_ranks
-            .collect::<std::result::Result<_, _>>()
-            .map_err(candle_core::Error::wrap)?;
+        let of_ranks: Vec<OfRank> = gather(&mesh.world, &(place, &self.totals.reported))?;
         if !self.has_warned_of_reports
             && let Some(name) = reported_unlike(&of_ranks)
         {
@@ -532,11 +510,8 @@ impl Gradients {
         let stages: Vec<usize> = self.params.layout().stages_of(index).collect();
         let whole = stages.iter().map(|&stage| self.whole[stage].take());
         let whole: Vec<Option<FlatBuffer>> = whole.collect();
-        let kept = match whole.into_iter().next().flatten() {
-            Some(whole) => whole,
-            None => own,
-        };
-        self.sums.put(index, kept);
+        let whole = whole.into_iter().next().flatten();
+        self.sums.put(index, whole.unwrap_or(own));
         Ok(None)
     }
 

@@ -49,11 +49,8 @@ pub fn column_parallel_linear_shard(
     let out_dim = shard.global();
     let weight = vb.get_linear((out_dim, in_dim), "weight", shard.clone(), WEIGHT_INIT)?;
     let low_rank = LowRank::column_parallel(in_dim, &shard, &vb)?;
-    let bias = match bias {
-        true => Some(vb.get_placed(out_dim, "bias", shard, Init::Const(0.0))?),
-        false => None,
-    };
-    let mut layer = ColumnParallelLinear::new(weight, bias, region);
+    let bias = bias.then(|| vb.get_placed(out_dim, "bias", shard, Init::Const(0.0)));
+    let mut layer = ColumnParallelLinear::new(weight, bias.transpose()?, region);
     layer.linear.low_rank = low_rank;
     Ok(layer)
 }

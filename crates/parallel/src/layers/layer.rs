@@ -57,51 +57,42 @@ pub trait Layer: Send + Sync {
         Self: Clone + Sized + 'static,
         Self::Saved: Clone + Send + Sync + 'static,
     {
-        in_graph(self, xs, pass)
+        let (out, saved) = self.forward(&xs.detach(), pass)?;
+        let weights = self.weights().into_iter();
+        let weights: Vec<Tensor> = weights.filter(|w| w.track_op()).cloned().collect();
+        let grads = GraphGradients::new(&weights);
+        let (layer, pass) = (self.clone(), pass.clone());
+        let needs_grad = xs.track_op() && !xs.is_variable();
+        let backward = {
+            let grads = grads.clone();
+            move |dy: &Tensor| {
+                // What a backward pass that failed has left.
+                grads.lock().iter_mut().for_each(|(_, grad)| *grad = None);
+                let dx = layer.backward(saved.clone(), dy, &pass, &mut grads.clone())?;
+                if needs_grad && dx.is_none() {
+                    bail!("a layer gave no gradient of its input, which the graph before it needs")
+                }
+                Ok(dx)
+            }
+        };
+        let join = grads.join(&weights)?;
+        match join {
+            None => with_backward([xs], out, NAME, move |dy| Ok([backward(dy)?])),
+            // Tokens are on the CPU, wherever the weights are.
+            Some(join) if !xs.track_op() => with_backward([&join], out, NAME, move |dy| {
+                backward(dy)?;
+                Ok([Some(scalar(dy.device())?)])
+            }),
+            Some(join) => with_backward([xs, &join], out, NAME, move |dy| {
+                let dx = backward(dy)?;
+                Ok([dx, Some(scalar(dy.device())?)])
+            }),
+        }
     }
 
     /// What stays in memory between the passes; `None` if the layer does not say, so that the memory of a model with it cannot be planned.
     fn tape(&self) -> Option<Tape> {
         None
-    }
-}
-
-/// See [`Layer::apply`].
-fn in_graph<L>(layer: &L, xs: &Tensor, pass: &Pass) -> Result<Tensor>
-where
-    L: Layer + Clone + 'static,
-    L::Saved: Clone + Send + Sync + 'static,
-{
-    let (out, saved) = layer.forward(&xs.detach(), pass)?;
-    let weights = layer.weights().into_iter();
-    let weights: Vec<Tensor> = weights.filter(|w| w.track_op()).cloned().collect();
-    let grads = GraphGradients::new(&weights);
-    let (layer, pass) = (layer.clone(), pass.clone());
-    let needs_grad = xs.track_op() && !xs.is_variable();
-    let backward = {
-        let grads = grads.clone();
-        move |dy: &Tensor| {
-            // What a backward pass that failed has left.
-            grads.lock().iter_mut().for_each(|(_, grad)| *grad = None);
-            let dx = layer.backward(saved.clone(), dy, &pass, &mut grads.clone())?;
-            if needs_grad && dx.is_none() {
-                bail!("a layer gave no gradient of its input, which the graph before it needs")
-            }
-            Ok(dx)
-        }
-    };
-    let join = grads.join(&weights)?;
-    match join {
-        None => with_backward([xs], out, NAME, move |dy| Ok([backward(dy)?])),
-        // Tokens are on the CPU, wherever the weights are.
-        Some(join) if !xs.track_op() => with_backward([&join], out, NAME, move |dy| {
-            backward(dy)?;
-            Ok([Some(scalar(dy.device())?)])
-        }),
-        Some(join) => with_backward([xs, &join], out, NAME, move |dy| {
-            let dx = backward(dy)?;
-            Ok([dx, Some(scalar(dy.device())?)])
-        }),
     }
 }
 

@@ -47,11 +47,8 @@ pub fn row_parallel_linear_shard(
     let weight = vb.get_linear((out_dim, shard.global()), "weight", shard, WEIGHT_INIT)?;
     // Its gradient is computed inside of the region, where each rank has all rows of it.
     let complete = Placement::Replicated(Gradient::Complete);
-    let bias = match bias {
-        true => Some(vb.get_placed(out_dim, "bias", complete, Init::Const(0.0))?),
-        false => None,
-    };
-    let mut layer = RowParallelLinear::new(weight, bias, region);
+    let bias = bias.then(|| vb.get_placed(out_dim, "bias", complete, Init::Const(0.0)));
+    let mut layer = RowParallelLinear::new(weight, bias.transpose()?, region);
     layer.0.low_rank = low_rank;
     Ok(layer)
 }

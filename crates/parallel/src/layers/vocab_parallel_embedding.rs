@@ -83,8 +83,7 @@ impl VocabParallelEmbedding {
 
     /// The row of the local weight that gets no gradient, if it is among those that are read.
     fn padding_row(&self, read: &[u32]) -> Option<u32> {
-        let row = self.padding_idx?;
-        let row = row.checked_sub(self.shard.start() as u32)?;
+        let row = self.padding_idx?.checked_sub(self.shard.start() as u32)?;
         read.contains(&row).then_some(row)
     }
 }

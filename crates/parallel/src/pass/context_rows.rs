@@ -11,18 +11,18 @@ const NO_ROW: u32 = u32::MAX;
 #[derive(Debug)]
 pub(crate) struct ContextRows {
     /// Of each rank of the group of Ulysses.
-    members: Vec<usize>,
+    pub members: Vec<usize>,
     rank: usize,
     /// Of each row of the group, in their order in the sequences, its place among the ranks' rows, one rank after the other; and back.
     order: Tensor,
     inverse: Tensor,
     /// This group's queries and the keys of each group of the ring.
-    of_ring: Vec<AttentionRows>,
+    pub of_ring: Vec<AttentionRows>,
     /// This group's queries and the keys of all.
-    of_all: AttentionRows,
+    pub of_all: AttentionRows,
     /// Of all rows, in their order in the sequences, the places among the groups' rows, each padded to the longest; and back.
-    gather_order: Tensor,
-    scatter_order: Tensor,
+    pub gather_order: Tensor,
+    pub scatter_order: Tensor,
     /// Of a group the places of its rows, padded.
     padding: Tensor,
 }
@@ -70,11 +70,6 @@ impl ContextRows {
         })
     }
 
-    /// Rows of each rank of this group of Ulysses.
-    pub fn members(&self) -> &[usize] {
-        &self.members
-    }
-
     /// Rows of this rank.
     pub fn num_own(&self) -> usize {
         self.members[self.rank]
@@ -90,29 +85,9 @@ impl ContextRows {
         embedding_forward(xs, &self.inverse)
     }
 
-    /// This group's queries and the keys of group `group` of the ring.
-    pub fn of_ring(&self, group: usize) -> &AttentionRows {
-        &self.of_ring[group]
-    }
-
-    /// This group's queries and all keys.
-    pub fn of_all(&self) -> &AttentionRows {
-        &self.of_all
-    }
-
     /// Rows of group `group` of the ring.
     pub fn num_rows_of_ring(&self, group: usize) -> usize {
         self.of_ring[group].keys().num_rows()
-    }
-
-    /// Of all rows the places among the groups' padded ones.
-    pub fn gather_order(&self) -> &Tensor {
-        &self.gather_order
-    }
-
-    /// Of each padded place its row among all.
-    pub fn scatter_order(&self) -> &Tensor {
-        &self.scatter_order
     }
 
     /// This group's rows, (rows, width), and zeros up to as many as the longest group has.

@@ -13,12 +13,13 @@ use super::pass_report::ContextRank;
 /// A micro-batch whose rows are divided over context-parallel ranks: every document as [`Runs::cut`] cuts it.
 #[derive(Debug)]
 pub(crate) struct Cut {
-    whole: Pass,
+    /// The whole micro-batch.
+    pub whole: Pass,
     /// The rows of each rank.
     parts: Vec<Runs>,
     rank: usize,
     /// Those of this rank, by their places in the whole.
-    rows: Vec<u32>,
+    pub rows: Vec<u32>,
     /// Made when attention first asks for them; all layers share their groups.
     context: OnceLock<ContextRows>,
 }
@@ -38,11 +39,6 @@ impl Cut {
         })
     }
 
-    /// The whole micro-batch.
-    pub fn whole(&self) -> &Pass {
-        &self.whole
-    }
-
     /// The rows of all ranks for attention.
     pub fn context_rows(
         &self,
@@ -58,7 +54,7 @@ impl Cut {
             );
         }
         if let Some(known) = self.context.get() {
-            if known.members().len() != ulysses.world_size() {
+            if known.members.len() != ulysses.world_size() {
                 bail!(
                     "layers attend by groups of other sizes\nhint: one ContextParallel for all of them"
                 );
@@ -82,11 +78,6 @@ impl Cut {
     /// This rank's rows.
     pub fn own(&self) -> &Runs {
         &self.parts[self.rank]
-    }
-
-    /// The places of this rank's rows in the whole.
-    pub fn rows(&self) -> &[u32] {
-        &self.rows
     }
 
     /// This rank's rows of `xs`, (b, t, ..), as one sequence: (1, rows, ..).

@@ -116,7 +116,7 @@ impl Dropout {
         let num_values: usize = dims.iter().product();
         let num_rows = num_values / num_features.max(1);
         let cut = pass.of_cut();
-        let is_whole = cut.is_none_or(|cut| cut.rows().len() == num_rows);
+        let is_whole = cut.is_none_or(|cut| cut.rows.len() == num_rows);
         if !is_whole || (cut.is_none() && !num_rows.is_multiple_of(keys.len().max(1))) {
             bail!(
                 "the input of a layer with dropout has shape {dims:?}; expected as many rows for each of the {} sequences of the micro-batch",
@@ -125,10 +125,10 @@ impl Dropout {
         }
         let seq_len = match cut {
             None => num_rows / keys.len().max(1),
-            Some(cut) => cut.whole().dims()?.1,
+            Some(cut) => cut.whole.dims()?.1,
         };
         let row = |row| {
-            let row = cut.map_or(row, |cut| cut.rows()[row] as usize);
+            let row = cut.map_or(row, |cut| cut.rows[row] as usize);
             at(keys[row / seq_len] ^ self.layer, row % seq_len)
         };
         let rows: Vec<u64> = (0..num_rows).map(row).collect();
@@ -164,7 +164,7 @@ impl MaskPlace<'_> {
         let Some(SequenceKeys(keys)) = pass.sequence_keys()? else {
             return Ok(None);
         };
-        let layer = XxHash64::oneshot(1 + pass.block() as u64, name.as_bytes());
+        let layer = XxHash64::oneshot(1 + pass.block as u64, name.as_bytes());
         let keys: Vec<u64> = keys.iter().map(|key| key ^ layer).collect();
         let (mut rows, first) = self.rows(xs, keys, pass)?;
         if probability == 0.0 {
@@ -238,11 +238,7 @@ impl MaskPlace<'_> {
                  ({own_b}, {own_t}, ..) with another dim 2; attention's probabilities are dropped by Pass::dropout_sharded"
             );
         }
-        let num_dims = if dims.starts_with(&[own_b, own_t]) {
-            2
-        } else {
-            1
-        };
+        let num_dims = 1 + usize::from(dims.starts_with(&[own_b, own_t]));
         let is_sharded = matches!(self, Self::Inside(shard) if shard.dim() < num_dims);
         if is_sharded || (num_dims == 1 && dims.first() != Some(&own.len())) {
             let expected = if is_whole {
@@ -257,10 +253,10 @@ impl MaskPlace<'_> {
         }
         let seq_len = match cut {
             None => t,
-            Some(cut) => cut.whole().dims()?.1,
+            Some(cut) => cut.whole.dims()?.1,
         };
         let rows = own.map(|row| {
-            let row = cut.map_or(row, |cut| cut.rows()[row] as usize);
+            let row = cut.map_or(row, |cut| cut.rows[row] as usize);
             at(keys[row / seq_len], row % seq_len)
         });
         Ok((rows.collect(), num_dims))

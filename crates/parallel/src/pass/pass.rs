@@ -31,7 +31,7 @@ pub struct Pass {
     cut: Option<Arc<Cut>>,
     mode: Mode,
     /// Index of the block that it is given to.
-    block: usize,
+    pub(super) block: usize,
     /// Takes the losses that a block in plain candle adds.
     added: Option<Arc<Mutex<Vec<Tensor>>>>,
     /// Whether what is reported was so before: a forward pass runs again.
@@ -150,11 +150,6 @@ impl Pass {
             block,
             ..self.clone()
         }
-    }
-
-    /// Index of the block that it is given to.
-    pub(super) fn block(&self) -> usize {
-        self.block
     }
 
     /// Whether tensor-parallel ranks have some of the rows each of what passes between the blocks that are trained.
@@ -351,7 +346,7 @@ impl Pass {
             return Ok(Some(known));
         }
         // Of whole sequences, of which no rank of several has all tokens after the cut.
-        let whole = self.cut.as_ref().map_or(self, |cut| cut.whole());
+        let whole = self.cut.as_ref().map_or(self, |cut| &cut.whole);
         let keys = SequenceKeys::new(whole, training.seed, training.step)?;
         Ok(Some(training.sequences.get_or_init(|| keys)))
     }

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::collections::HashSet;
 
 use candle_comm::{ProcessGroup, Scope};
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use crate::checksums::checksum;
 
@@ -67,11 +67,9 @@ pub(crate) fn note_sum(
     if !is_watched(tp) {
         return Ok(());
     }
-    let is_each_the_whole = if has_many_values(mine)? {
-        Some(is_each_the_whole(mine, sum, tp.world_size())?)
-    } else {
-        None
-    };
+    let has_many = has_many_values(mine)?;
+    let is_each_the_whole = has_many.then(|| is_each_the_whole(mine, sum, tp.world_size()));
+    let is_each_the_whole = is_each_the_whole.transpose()?;
     SEEN.with_borrow_mut(|seen| {
         seen.iter_mut().for_each(|seen| {
             seen.sums.push(RegionSum {
@@ -86,21 +84,21 @@ pub(crate) fn note_sum(
 /// As many different values are no accident if all ranks have them.
 const MANY_VALUES: usize = 64;
 
+fn numbers(values: &Tensor) -> Result<Vec<f32>> {
+    let values = values.flatten_all()?.to_dtype(DType::F32)?;
+    values.to_vec1()
+}
+
 fn has_many_values(values: &Tensor) -> Result<bool> {
-    let values = values.flatten_all()?.to_dtype(candle_core::DType::F32)?;
     let mut different = HashSet::new();
-    let mut values = values.to_vec1::<f32>()?.into_iter();
+    let mut values = numbers(values)?.into_iter();
     Ok(values.any(|value| different.insert(value.to_bits()) && different.len() >= MANY_VALUES))
 }
 
 /// Whether `sum`, to which `num_ranks` ranks have added, is as many times `mine`, up to the rounding of the additions;
 /// not if it is zeros.
 pub(crate) fn is_each_the_whole(mine: &Tensor, sum: &Tensor, num_ranks: usize) -> Result<bool> {
-    let values = |values: &Tensor| {
-        let values = values.flatten_all()?.to_dtype(candle_core::DType::F32)?;
-        values.to_vec1::<f32>()
-    };
-    let (mine, sum) = (values(mine)?, values(sum)?);
+    let (mine, sum) = (numbers(mine)?, numbers(sum)?);
     let factor = num_ranks as f32;
     let is_multiple = |(mine, sum): (&f32, &f32)| {
         (sum - factor * mine).abs() <= factor * f32::EPSILON * (factor * mine).abs()

@@ -5,7 +5,7 @@ use std::any::Any;
 use candle_comm::Degrees;
 use candle_core::{Error, Result, Tensor};
 
-use super::plain::{PlainBlock, PlainHead, PlainLayer, PlainLoss};
+use super::plain::{Plain, PlainBlock, PlainHead};
 use crate::layers::{Head, Layer};
 use crate::params::{ModelSpec, ParamBuilder};
 use crate::pass::{GradientSink, Pass, Tape};
@@ -107,12 +107,12 @@ pub fn head_block(head: impl Head + 'static) -> Block {
 
 /// A block that candle differentiates.
 pub fn plain_block(block: impl PlainBlock + 'static) -> Block {
-    layer_block(PlainLayer::new(block))
+    layer_block(Plain::new(block))
 }
 
 /// The last block, which candle differentiates.
 pub fn plain_head(head: impl PlainHead + 'static) -> Block {
-    head_block(PlainLoss::new(head))
+    head_block(Plain::new(head))
 }
 
 /// A [`Layer`] with whatever it keeps.

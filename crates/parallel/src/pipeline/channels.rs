@@ -16,7 +16,8 @@ use crate::schedule::{Link, Message, links};
 pub(super) struct Channels {
     rank: usize,
     groups: HashMap<Link, ProcessGroup>,
-    layout: PipelineLayout,
+    /// The stages that they are for.
+    pub layout: PipelineLayout,
     /// What they take of a GPU's memory.
     _memory: MemoryGuard,
     /// Whether passes use them; if they have failed, what they have sent may be there still.
@@ -77,11 +78,6 @@ impl Channels {
             layout: layout.clone(),
             is_in_use: AtomicBool::new(false),
         })
-    }
-
-    /// The stages that they are for.
-    pub fn layout(&self) -> &PipelineLayout {
-        &self.layout
     }
 
     /// Says that passes begin.

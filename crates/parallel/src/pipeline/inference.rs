@@ -9,6 +9,7 @@ use super::input_check::HowRun;
 use super::model_part::{BackwardHalf, ModelPart};
 use super::pipeline::Pipeline;
 use super::units::Units;
+use crate::agreement::gather;
 use crate::checksums::checksum;
 use crate::pass::{Loss, Pass};
 use crate::schedule::Plan;
@@ -45,11 +46,8 @@ impl Pipeline {
         let root = layout.rank_of(layout.num_stages() - 1);
         // The others do not know the shape.
         let dims = of_last.as_ref().map_or(&[][..], Tensor::dims);
-        let dims: Vec<u8> = dims.iter().flat_map(|dim| dim.to_le_bytes()).collect();
-        let all = self.pp.all_gather_bytes(&dims)?;
-        let dims = all.get(root).map_or(&[][..], Vec::as_slice).chunks_exact(8);
-        let dims = dims.filter_map(|bytes| bytes.try_into().ok());
-        let dims: Vec<usize> = dims.map(usize::from_le_bytes).collect();
+        let mut all: Vec<Vec<usize>> = gather(&self.pp, &dims)?;
+        let dims = all.swap_remove(root);
         let xs = match of_last {
             Some(xs) => xs,
             None => Tensor::zeros(dims, part.dtype(), part.device())?,

@@ -12,7 +12,7 @@ use candle_comm::{Mesh, ReduceOp};
 use candle_core::{DType, Result, Tensor, bail};
 use twox_hash::XxHash64;
 
-use crate::agreement::Comparison;
+use crate::agreement::{Comparison, gather};
 use crate::pass::Pass;
 
 /// How a rank runs its micro-batches, condensed: the same on every rank of a replica.
@@ -84,8 +84,7 @@ impl InputCheck {
             how.recompute,
         ];
         for batch in micro_batches {
-            let dims = batch.inputs().dims();
-            let (b, rest) = dims.split_first().unwrap_or((&1, &[]));
+            let (b, rest) = batch.inputs().dims().split_first().unwrap_or((&1, &[]));
             let (b, t) = (*b, rest.iter().product::<usize>());
             let targets = match batch.has_targets() {
                 true => Some(hash_of(batch.targets()?)?),
@@ -109,12 +108,7 @@ impl InputCheck {
 
     /// The error for what ranks were given, this one `given`; every rank must call it.
     fn blame(&self, given: &[u64], counts_are_equal: bool) -> Result<()> {
-        let bytes: Vec<u8> = given
-            .iter()
-            .flat_map(|number| number.to_le_bytes())
-            .collect();
-        let all = self.mesh.world.all_gather_bytes(&bytes)?;
-        let all: Vec<Vec<u64>> = all.iter().map(|bytes| numbers(bytes)).collect();
+        let all: Vec<Vec<u64>> = gather(&self.mesh.world, &given)?;
         for (rank, given) in all.iter().enumerate() {
             let mates = all.iter().position(|other| other.first() == given.first());
             if let Some(mate) = mates.filter(|&mate| all[mate] != *given) {
@@ -186,12 +180,6 @@ fn difference(mate: usize, a: &[u64], rank: usize, b: &[u64]) -> String {
         3 => format!("the targets of micro-batch {index} differ"),
         _ => format!("the documents of micro-batch {index} differ"),
     }
-}
-
-fn numbers(bytes: &[u8]) -> Vec<u64> {
-    let numbers = bytes.chunks_exact(8);
-    let numbers = numbers.filter_map(|bytes| bytes.try_into().ok());
-    numbers.map(u64::from_le_bytes).collect()
 }
 
 /// A hash of values on the host, ids of tokens or numbers.

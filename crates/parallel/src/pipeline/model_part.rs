@@ -30,7 +30,7 @@ pub struct ModelPart {
     /// What the blocks give, if that is not (b, t, hidden).
     borders: Option<Box<Borders>>,
     /// How tensor-parallel ranks divide the tensors between blocks.
-    region: Region,
+    pub(super) region: Region,
     dtype: DType,
     device: Device,
     tp: ProcessGroup,
@@ -38,7 +38,7 @@ pub struct ModelPart {
     /// Passes of blocks since those of a step, or of an evaluation, began.
     num_passes: AtomicU64,
     /// A hash of what is recomputed of each block of the model.
-    recompute: u64,
+    pub(super) recompute: u64,
 }
 
 /// A whole model, which gives its loss.
@@ -250,10 +250,6 @@ impl ModelPart {
         self
     }
 
-    pub(super) fn recompute_condensed(&self) -> u64 {
-        self.recompute
-    }
-
     /// The parameters of this rank.
     pub fn params(&self) -> &Parameters {
         &self.params
@@ -293,11 +289,6 @@ impl ModelPart {
     /// The part of a model whose blocks get and give what this rank has outside of `region`: with sequence parallelism some of the rows.
     pub fn with_region(self, region: Region) -> Self {
         Self { region, ..self }
-    }
-
-    /// How tensor-parallel ranks divide the tensors between blocks.
-    pub(super) fn region(&self) -> &Region {
-        &self.region
     }
 
     /// Shape and type of what a block gives to the next.
@@ -374,7 +365,9 @@ impl ModelPart {
         });
         let num_frozen = stage.num_frozen(&self.params);
         for (position, block) in stage.blocks.iter().enumerate() {
-            let (stored, input) = (input.take(), next_input(&mut xs)?);
+            let (stored, Some(input)) = (input.take(), xs.take()) else {
+                bail!("a head is followed by another block")
+            };
             if block.is_head() {
                 // Its weights are needed in the backward pass alone.
                 let kept = block.forward(&input, &pass)?.1;
@@ -657,14 +650,6 @@ fn is_about_type(err: &Error) -> bool {
         | Error::UnsupportedDTypeForOp(..)
         | Error::DTypeMismatchBinaryOp { .. } => true,
         _ => false,
-    }
-}
-
-/// What a block gave, for the next one.
-fn next_input(xs: &mut Option<Tensor>) -> Result<Tensor> {
-    match xs.take() {
-        Some(xs) => Ok(xs),
-        None => bail!("a head is followed by another block"),
     }
 }
 

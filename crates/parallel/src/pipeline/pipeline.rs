@@ -126,7 +126,7 @@ impl Pipeline {
     pub(super) fn channels(&self, part: &ModelPart) -> Result<&Channels> {
         let layout = part.layout();
         if let Some(channels) = self.channels.get() {
-            if channels.layout() != layout {
+            if channels.layout != *layout {
                 bail!(
                     "a pipeline runs models whose stages lie alike\nhint: make another Pipeline for the second model"
                 );
@@ -177,7 +177,7 @@ impl Pipeline {
             let counts_are_equal = groups.shards_gradients() || groups.gathers_weights();
             let how = HowRun {
                 schedule: plan.as_ref().map_or(0, |plan| plan.condensed()),
-                recompute: part.recompute_condensed(),
+                recompute: part.recompute,
             };
             check.run(micro_batches, how, counts_are_equal)?;
         }
@@ -194,7 +194,7 @@ impl Pipeline {
         let step = params.num_updates().load(Ordering::Relaxed);
         let (scale, seed) = (gradients.loss_scale(), params.seed());
         let passes = micro_batches.iter();
-        let training = |pass: &Pass| pass.training(scale, step, seed, part.region());
+        let training = |pass: &Pass| pass.training(scale, step, seed, &part.region);
         let passes = passes.map(|pass| training(pass).cut(&self.cp));
         let passes: Vec<Pass> = passes.collect::<Result<_>>()?;
         let half = BackwardHalf::Input(plan.early(gradients.come_once()));

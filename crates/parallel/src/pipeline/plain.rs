@@ -48,9 +48,9 @@ pub trait PlainHead: Send + Sync {
     }
 }
 
-/// A [`PlainBlock`] as a [`Layer`].
-pub(super) struct PlainLayer<B> {
-    block: B,
+/// A [`PlainBlock`] as a [`Layer`], or a [`PlainHead`] as a [`Head`].
+pub(super) struct Plain<M> {
+    model: M,
     kept: KeptNodes,
 }
 
@@ -61,23 +61,23 @@ pub(super) struct Graph {
     added: Vec<Tensor>,
 }
 
-impl<B> PlainLayer<B> {
-    pub fn new(block: B) -> Self {
+impl<M> Plain<M> {
+    pub fn new(model: M) -> Self {
         Self {
-            block,
+            model,
             kept: KeptNodes::default(),
         }
     }
 }
 
-impl<B: PlainBlock> Layer for PlainLayer<B> {
+impl<M: PlainBlock> Layer for Plain<M> {
     type Saved = Graph;
 
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<(Tensor, Graph)> {
         let input = leaf(xs)?;
         let xs = input.as_ref().map_or(xs, Var::as_tensor);
         let pass = pass.of_plain_block();
-        let output = self.block.forward(xs, &pass)?;
+        let output = self.model.forward(xs, &pass)?;
         let graph = Graph {
             added: pass.added(),
             input,
@@ -98,7 +98,7 @@ impl<B: PlainBlock> Layer for PlainLayer<B> {
     }
 
     fn infer(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
-        Ok(self.block.forward(xs, &pass.of_plain_block())?.detach())
+        Ok(self.model.forward(xs, &pass.of_plain_block())?.detach())
     }
 
     fn weights(&self) -> Vec<&Tensor> {
@@ -106,22 +106,7 @@ impl<B: PlainBlock> Layer for PlainLayer<B> {
     }
 }
 
-/// A [`PlainHead`] as a [`Head`].
-pub(super) struct PlainLoss<H> {
-    head: H,
-    kept: KeptNodes,
-}
-
-impl<H> PlainLoss<H> {
-    pub fn new(head: H) -> Self {
-        Self {
-            head,
-            kept: KeptNodes::default(),
-        }
-    }
-}
-
-impl<H: PlainHead> Head for PlainLoss<H> {
+impl<M: PlainHead> Head for Plain<M> {
     fn loss(
         &self,
         xs: &Tensor,
@@ -131,7 +116,7 @@ impl<H: PlainHead> Head for PlainLoss<H> {
         let input = leaf(xs)?;
         let xs = input.as_ref().map_or(xs, Var::as_tensor);
         let pass = &pass.of_plain_block();
-        let mut loss = self.head.loss(xs, pass)?;
+        let mut loss = self.model.loss(xs, pass)?;
         check_scalar(&loss)?;
         self.kept.check(&loss.sum, pass, gradients)?;
         let dy = Tensor::full(pass.loss_scale(), (), loss.sum.device())?;
@@ -148,7 +133,7 @@ impl<H: PlainHead> Head for PlainLoss<H> {
     }
 
     fn evaluate(&self, xs: &Tensor, pass: &Pass) -> Result<Loss> {
-        let loss = self.head.loss(xs, pass)?;
+        let loss = self.model.loss(xs, pass)?;
         check_scalar(&loss)?;
         Ok(Loss {
             sum: loss.sum.detach(),
@@ -157,7 +142,7 @@ impl<H: PlainHead> Head for PlainLoss<H> {
     }
 
     fn logits(&self, xs: &Tensor, rows: &[usize], pass: &Pass) -> Result<Tensor> {
-        Ok(self.head.logits(xs, rows, pass)?.detach())
+        Ok(self.model.logits(xs, rows, pass)?.detach())
     }
 }
 
@@ -187,13 +172,8 @@ impl Graph {
         pass: &Pass,
         gradients: &mut dyn GradientSink,
     ) -> Result<Option<Tensor>> {
-        let Self {
-            input,
-            output,
-            added,
-        } = self;
-        let mut root = seed(&output, dy.clone())?;
-        for loss in added.iter().filter(|loss| loss.track_op()) {
+        let mut root = seed(&self.output, dy.clone())?;
+        for loss in self.added.iter().filter(|loss| loss.track_op()) {
             root =
                 (root.to_dtype(DType::F32)? + (loss.to_dtype(DType::F32)? * pass.loss_scale())?)?;
         }
@@ -201,6 +181,7 @@ impl Graph {
             true => root.backward()?,
             false => Default::default(),
         };
+        let input = self.input;
         let is_input = |node: &Tensor| input.as_ref().is_some_and(|input| input.id() == node.id());
         for node in root.sorted_nodes() {
             if !node.is_variable() || is_input(node) {

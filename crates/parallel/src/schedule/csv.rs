@@ -104,56 +104,43 @@ impl Plan {
     }
 }
 
-/// What a cell stands for.
+/// What a cell stands for; nothing if it is a message.
 fn parse_cell(cell: &str) -> Option<Vec<Instruction>> {
     let pair = cell
         .strip_prefix('(')
         .and_then(|cell| cell.strip_suffix(")OVERLAP_F_B"));
-    match pair {
-        Some(pair) => {
-            let (first, second) = pair.split_once(';')?;
-            Some(vec![parse_instruction(first)?, parse_instruction(second)?])
-        }
-        None => {
-            let is_message = ["SEND_F", "SEND_B", "RECV_F", "RECV_B"].iter().any(|word| {
-                let ends = cell.split_once(word);
-                ends.is_some_and(|(stage, micro_batch)| {
-                    number(stage).is_some() && number(micro_batch).is_some()
-                })
-            });
-            match is_message {
-                true => Some(Vec::new()),
-                false => Some(vec![parse_instruction(cell)?]),
-            }
-        }
-    }
+    let Some(pair) = pair else {
+        return Some(parse_instruction(cell)?.into_iter().collect());
+    };
+    let (first, second) = pair.split_once(';')?;
+    Some(vec![
+        parse_instruction(first)??,
+        parse_instruction(second)??,
+    ])
 }
 
 /// Stages and micro-batches are below this.
 const MAX_NUMBER: usize = 1 << 20;
 
 fn number(digits: &str) -> Option<usize> {
-    let is_plain = digits.bytes().all(|digit| digit.is_ascii_digit());
-    digits
-        .parse()
-        .ok()
-        .filter(|number| is_plain && *number < MAX_NUMBER)
+    let number = digits.parse().ok();
+    number.filter(|number| *number < MAX_NUMBER)
 }
 
-fn parse_instruction(cell: &str) -> Option<Instruction> {
-    let place = cell.find(|letter: char| !letter.is_ascii_digit())?;
-    let (stage, rest) = cell.split_at(place);
-    let mut rest = rest.chars();
-    let letter = rest.next()?;
+/// An instruction; `None` inside for a message.
+fn parse_instruction(cell: &str) -> Option<Option<Instruction>> {
+    let letters = cell.trim_matches(|letter: char| letter.is_ascii_digit());
+    let (stage, micro_batch) = cell.split_once(letters)?;
     let unit = Unit {
         stage: number(stage)?,
-        micro_batch: number(rest.as_str())?,
+        micro_batch: number(micro_batch)?,
     };
-    match letter {
-        'F' => Some(Instruction::Forward(unit)),
-        'I' => Some(Instruction::InputGrad(unit)),
-        'W' => Some(Instruction::WeightGrad(unit)),
-        'B' => Some(Instruction::Backward(unit)),
-        _ => None,
-    }
+    Some(match letters {
+        "F" => Some(Instruction::Forward(unit)),
+        "I" => Some(Instruction::InputGrad(unit)),
+        "W" => Some(Instruction::WeightGrad(unit)),
+        "B" => Some(Instruction::Backward(unit)),
+        "SEND_F" | "SEND_B" | "RECV_F" | "RECV_B" => None,
+        _ => return None,
+    })
 }

@@ -164,24 +164,27 @@ impl Plan {
         peak
     }
 
-    /// The rank that gives a unit its input, or the gradient of its output, if it is another one.
+    /// The stage that gives a unit its input, or the gradient of its output.
+    fn giver(layout: &PipelineLayout, unit: Unit, what: Message) -> Option<usize> {
+        match what {
+            Message::Activation => unit.stage.checked_sub(1),
+            Message::Gradient => Some(unit.stage + 1).filter(|&next| next < layout.num_stages()),
+        }
+    }
+
+    /// The rank of that stage, if it is another one.
     pub(crate) fn source(layout: &PipelineLayout, unit: Unit, what: Message) -> Option<usize> {
-        let stage = match what {
-            Message::Activation => unit.stage.checked_sub(1)?,
-            Message::Gradient => Some(unit.stage + 1).filter(|&next| next < layout.num_stages())?,
-        };
-        let rank = layout.rank_of(stage);
+        let rank = layout.rank_of(Self::giver(layout, unit, what)?);
         (rank != layout.rank_of(unit.stage)).then_some(rank)
     }
 
     /// The unit that needs what `unit` gives, if there is one.
     pub(crate) fn receiver(layout: &PipelineLayout, unit: Unit, what: Message) -> Option<Unit> {
-        let stage = match what {
-            Message::Activation => {
-                Some(unit.stage + 1).filter(|&next| next < layout.num_stages())?
-            }
-            Message::Gradient => unit.stage.checked_sub(1)?,
+        let back = match what {
+            Message::Activation => Message::Gradient,
+            Message::Gradient => Message::Activation,
         };
+        let stage = Self::giver(layout, unit, back)?;
         Some(Unit { stage, ..unit })
     }
 
@@ -356,19 +359,16 @@ impl Plan {
                     let unit = instruction.unit();
                     let asked = match instruction {
                         Instruction::Send(_, what) => {
-                            Self::receiver(layout, unit, what).map(|unit| Posted {
-                                unit,
-                                what,
-                                is_recv: false,
-                            })
+                            Self::receiver(layout, unit, what).map(|to| (to, what, false))
                         }
-                        Instruction::Recv(_, what) => Some(Posted {
-                            unit,
-                            what,
-                            is_recv: true,
-                        }),
+                        Instruction::Recv(_, what) => Some((unit, what, true)),
                         _ => None,
                     };
+                    let asked = asked.map(|(unit, what, is_recv)| Posted {
+                        unit,
+                        what,
+                        is_recv,
+                    });
                     if let Some(asked) = asked {
                         let to = layout.rank_of(asked.unit.stage);
                         let from = Self::source(layout, asked.unit, asked.what).unwrap_or(to);
@@ -430,10 +430,7 @@ impl Plan {
 
     /// Whether a unit needs nothing of that kind, as it is at the model's beginning or end.
     pub(crate) fn is_end(layout: &PipelineLayout, unit: Unit, what: Message) -> bool {
-        match what {
-            Message::Activation => unit.stage == 0,
-            Message::Gradient => unit.stage + 1 == layout.num_stages(),
-        }
+        Self::giver(layout, unit, what).is_none()
     }
 }
 

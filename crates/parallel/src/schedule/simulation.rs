@@ -54,10 +54,7 @@ impl Times {
     /// The same times for each rank of `layout`, divided evenly between its stages.
     pub fn even(of_rank: StageTimes, layout: &PipelineLayout) -> Self {
         let mut num_stages = vec![0; layout.num_ranks()];
-        layout
-            .ranks()
-            .iter()
-            .for_each(|&rank| num_stages[rank] += 1);
+        (layout.ranks().iter()).for_each(|&rank| num_stages[rank] += 1);
         let of_stage = |rank: &usize| {
             let num_stages = f64::from(num_stages[*rank]);
             StageTimes {
@@ -73,16 +70,12 @@ impl Times {
     }
 
     fn of(&self, instruction: Instruction) -> f64 {
-        let StageTimes {
-            forward,
-            input_grad,
-            weight_grad,
-        } = self.stages[instruction.unit().stage];
+        let times = &self.stages[instruction.unit().stage];
         match instruction {
-            Instruction::Forward(_) => forward,
-            Instruction::Backward(_) => input_grad + weight_grad,
-            Instruction::InputGrad(_) => input_grad,
-            Instruction::WeightGrad(_) => weight_grad,
+            Instruction::Forward(_) => times.forward,
+            Instruction::Backward(_) => times.input_grad + times.weight_grad,
+            Instruction::InputGrad(_) => times.input_grad,
+            Instruction::WeightGrad(_) => times.weight_grad,
             Instruction::Send(..) | Instruction::Recv(..) => 0.0,
         }
     }
@@ -110,8 +103,7 @@ impl Plan {
         {
             bail!("a time of {wrong}; expected 0 or more");
         }
-        let num_ranks = layout.num_ranks();
-        let mut ranks: Vec<Vec<Timed>> = vec![Vec::new(); num_ranks];
+        let mut ranks: Vec<Vec<Timed>> = vec![Vec::new(); layout.num_ranks()];
         // When what a unit needs is on its rank.
         let mut here = HashMap::new();
         loop {

@@ -138,8 +138,7 @@ impl ServedRun {
         // Rank 0 is this process, also before its own connection has come.
         let own = (hello.rank == 0).then_some(&self.own);
         let there = self.peers.get(hello.rank)?;
-        let there = there.as_ref().map(|peer| &peer.hello);
-        let there = there.or(own)?;
+        let there = there.as_ref().map(|peer| &peer.hello).or(own)?;
         let is_same = (&hello.host, hello.pid) == (&there.host, there.pid);
         (!is_same).then(|| {
             format!(

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use nix::sys::socket::{Backlog, listen as listen_again};
@@ -12,6 +12,7 @@ use nix::sys::socket::{Backlog, listen as listen_again};
 use super::HANDSHAKE;
 use crate::control::spawn;
 use crate::limits::at_limit;
+use crate::lock::lock;
 
 /// How many there may be beyond the world size.
 const SPARE: usize = 256;
@@ -25,13 +26,6 @@ pub(crate) struct Strangers {
 }
 
 impl Strangers {
-    pub(crate) fn new(world_size: usize) -> Self {
-        Self {
-            max: world_size.saturating_add(SPARE),
-            waiting: Mutex::default(),
-        }
-    }
-
     /// Accepts what comes to `listener`. Each connection has a thread, on which it is a stranger until `meet` returns; `receive` then
     /// gets what `meet` has made of it.
     pub(crate) fn serve<T>(
@@ -47,7 +41,10 @@ impl Strangers {
             is_closed: Arc::default(),
         };
         let is_closed = serving.is_closed.clone();
-        let strangers = Arc::new(Self::new(world_size));
+        let strangers = Arc::new(Self {
+            max: world_size.saturating_add(SPARE),
+            waiting: Mutex::default(),
+        });
         let (meet, receive) = (Arc::new(meet), Arc::new(receive));
         spawn("control-accept", move || {
             let mut is_said = false;
@@ -84,8 +81,8 @@ impl Strangers {
         Ok(serving)
     }
 
-    pub(crate) fn add(&self, number: u64, stream: TcpStream) {
-        let mut waiting = self.lock();
+    fn add(&self, number: u64, stream: TcpStream) {
+        let mut waiting = lock(&self.waiting);
         waiting.push_back((number, stream));
         if waiting.len() > self.max
             && let Some((_, oldest)) = waiting.pop_front()
@@ -96,12 +93,8 @@ impl Strangers {
     }
 
     /// It is none any more.
-    pub(crate) fn remove(&self, number: u64) {
-        self.lock().retain(|(other, _)| *other != number);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, VecDeque<(u64, TcpStream)>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn remove(&self, number: u64) {
+        lock(&self.waiting).retain(|(other, _)| *other != number);
     }
 }
 

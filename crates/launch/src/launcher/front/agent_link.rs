@@ -5,7 +5,7 @@ use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, killpg};
@@ -19,6 +19,7 @@ use crate::launcher::config::secret_variable;
 use crate::launcher::host_plan::HostPlan;
 use crate::launcher::thread;
 use crate::launcher::wire::{self, Command, GREETING, Report};
+use crate::lock::lock;
 use crate::{Error, Result};
 
 /// How long an agent that closed its stdout may take to end.
@@ -126,10 +127,6 @@ impl AgentLink {
         let since = *lock(&self.waiting_since);
         since.map_or(Duration::ZERO, |since| since.elapsed())
     }
-}
-
-fn lock(waiting_since: &WaitingSince) -> MutexGuard<'_, Option<Instant>> {
-    waiting_since.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What reads an agent's side.

@@ -3,7 +3,7 @@
 use std::io::{ErrorKind, copy};
 use std::net::{Shutdown, TcpListener, TcpStream, UdpSocket};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::process::poll;
@@ -14,6 +14,7 @@ use crate::launcher::call::{self, Call, Caller, Order};
 use crate::launcher::host::Host;
 use crate::launcher::thread;
 use crate::launcher::wire::ALIVE_INTERVAL;
+use crate::lock::lock;
 use crate::{Error, Result, Secret};
 
 /// A port of any service, to ask for a route: nothing is sent.
@@ -93,16 +94,11 @@ impl Door {
         thread::start(move || {
             loop {
                 std::thread::sleep(ALIVE_INTERVAL);
-                living.tell_alive();
+                // Who waits hears that this process lives; who takes nothing is gone.
+                lock(&living.waiting).retain(|(_, call)| Order::send_none(call).is_ok());
             }
         });
         Ok(door)
-    }
-
-    /// Tells the hosts that wait that this process lives; one that takes nothing is gone.
-    fn tell_alive(&self) {
-        let mut waiting = self.lock();
-        waiting.retain(|(_, call)| Order::send_none(call).is_ok());
     }
 
     /// Whether callers have the secret already.
@@ -136,7 +132,7 @@ impl Door {
     /// A host is there, perhaps again: then the connection that it had is gone, or is that of a launcher which is replaced.
     fn add(&self, host: Host, call: Call) -> std::io::Result<()> {
         call.stream.set_write_timeout(Some(ALIVE_INTERVAL))?;
-        let mut waiting = self.lock();
+        let mut waiting = lock(&self.waiting);
         for (other, call) in waiting.extract_if(.., |(other, _)| other.name == host.name) {
             if other.id != host.id {
                 let name = &host.name;
@@ -152,7 +148,7 @@ impl Door {
     /// Joins a caller with a shell that runs this command on a host, until both ends are closed.
     fn connect(&self, host: &str, command: String, caller: &TcpStream) -> std::io::Result<()> {
         let taken = poll(RETURN, || {
-            let mut waiting = self.lock();
+            let mut waiting = lock(&self.waiting);
             let place = waiting.iter().position(|(waits, _)| waits.name == host)?;
             Some(waiting.swap_remove(place).1)
         });
@@ -170,29 +166,25 @@ impl Door {
 
     /// The hosts that are there.
     pub(super) fn hosts(&self) -> Vec<Host> {
-        let mut waiting = self.lock();
+        let mut waiting = lock(&self.waiting);
         waiting.retain(|(_, call)| is_open(&call.stream));
         waiting.iter().map(|(host, _)| host.clone()).collect()
     }
 
     /// Hangs up on hosts that were lost: those that live call again.
     pub(super) fn remove(&self, names: &[String]) {
-        self.lock().retain(|(host, _)| !names.contains(&host.name));
+        lock(&self.waiting).retain(|(host, _)| !names.contains(&host.name));
     }
 
     /// Tells the hosts that are there that the run is over, and waits for those that have not come back yet.
     pub(super) fn close(&self, code: u8, sentence: &str, mut missing: Vec<&str>) {
         poll(RETURN, || {
-            for (host, call) in self.lock().drain(..) {
+            for (host, call) in lock(&self.waiting).drain(..) {
                 missing.retain(|name| *name != host.name);
                 let _ = Order::End(code, sentence.to_string()).send(&call);
             }
             missing.is_empty().then_some(())
         });
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<(Host, Call)>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

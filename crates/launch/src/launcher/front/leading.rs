@@ -49,11 +49,11 @@ pub(super) fn place_of(config: &LaunchConfig) -> Result<Option<LeaderAddress>> {
         !bound.is_err_and(|error| error.kind() == ErrorKind::AddrNotAvailable)
     });
     let is_one_host = meeting.host == "localhost";
-    let listener = match is_here.then(|| listen(&meeting.host, &addresses, is_one_host)) {
-        None => None,
-        Some(Ok(listener)) => Some(listener),
+    let listening = is_here.then(|| listen(&meeting.host, &addresses, is_one_host));
+    let listener = match listening.transpose() {
+        Ok(listener) => listener,
         // By a launcher that leads, if two of them are on this host.
-        Some(Err(error)) if error.kind() == ErrorKind::AddrInUse => {
+        Err(error) if error.kind() == ErrorKind::AddrInUse => {
             if let Err(error) = call::meet(&front, &secret) {
                 return problem(format!(
                     "--rdzv: port {} of {} is taken, and not by a launcher of this run: {error}\n\
@@ -63,7 +63,7 @@ pub(super) fn place_of(config: &LaunchConfig) -> Result<Option<LeaderAddress>> {
             }
             None
         }
-        Some(Err(error)) => return problem(format!("--rdzv: cannot listen at {front}: {error}")),
+        Err(error) => return problem(format!("--rdzv: cannot listen at {front}: {error}")),
     };
     Ok(Some(LeaderAddress {
         front,
