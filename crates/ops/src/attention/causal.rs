@@ -10,7 +10,7 @@ use crate::host::floats::{HostFloats, one_dtype};
 use crate::host::in_place::{must_not_share, try_write};
 use crate::host::on_cuda::on_cuda;
 use crate::host::op_output::OpOutput;
-use crate::host::values::{HostF32, HostValues};
+use crate::host::values::{Host, HostValues};
 use crate::host::with_backward::with_backward_of_result;
 use crate::settings::attention_code::AttentionCode;
 use crate::settings::product_choice::ProductChoice;
@@ -116,7 +116,7 @@ pub fn attention_backward(
     AttentionCode::Cpu.note();
     ProductChoice::from_env()?;
     let values = HostPass::new([q, k, v, grad])?;
-    let log_sum_exp = HostF32::new(NAME, "log_sum_exp", log_sum_exp)?;
+    let log_sum_exp = Host::<f32>::new(NAME, "log_sum_exp", log_sum_exp)?;
     let log_sum_exp = log_sum_exp.read();
     by_float!(values.dtype, T => {
         let [q_in, k_in, v_in, grad] = values.read::<T>();
@@ -177,10 +177,10 @@ pub fn attention_backward_of_part(
     AttentionCode::Cpu.note();
     ProductChoice::from_env()?;
     let values = HostPass::new([q, k, v, grad])?;
-    let log_sum_exp = HostF32::new(NAME, "log_sum_exp", log_sum_exp)?;
-    let delta = delta.map(|delta| HostF32::new(NAME, "delta", delta));
+    let log_sum_exp = Host::<f32>::new(NAME, "log_sum_exp", log_sum_exp)?;
+    let delta = delta.map(|delta| Host::<f32>::new(NAME, "delta", delta));
     let delta = delta.transpose()?;
-    let (log_sum_exp, delta) = (log_sum_exp.read(), delta.as_ref().map(HostF32::read));
+    let (log_sum_exp, delta) = (log_sum_exp.read(), delta.as_ref().map(Host::read));
     let [dq, dk, dv] = sums;
     let what = "a sum of gradients";
     try_write(NAME, what, dq, q.elem_count(), |dq| {

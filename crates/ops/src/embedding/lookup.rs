@@ -8,7 +8,7 @@ use crate::host::floats::HostFloats;
 use crate::host::in_place::write;
 use crate::host::on_cuda::on_cuda;
 use crate::host::op_output::OpOutput;
-use crate::host::values::HostU32;
+use crate::host::values::Host;
 use crate::host::with_backward::with_backward;
 use candle_core::{Result, Tensor, bail};
 
@@ -97,9 +97,9 @@ fn width(ids: &Tensor, dy: &Tensor) -> Result<usize> {
     }
 }
 
-fn gradient_and_ids(ids: &Tensor, dy: &Tensor) -> Result<(HostFloats, HostU32)> {
+fn gradient_and_ids(ids: &Tensor, dy: &Tensor) -> Result<(HostFloats, Host<u32>)> {
     let dy = HostFloats::new(NAME, "the gradient", dy)?;
-    Ok((dy, HostU32::new(NAME, "ids", ids)?))
+    Ok((dy, Host::<u32>::new(NAME, "ids", ids)?))
 }
 
 fn forward(weight: &Tensor, ids: &Tensor) -> Result<OpOutput> {
@@ -109,7 +109,7 @@ fn forward(weight: &Tensor, ids: &Tensor) -> Result<OpOutput> {
     on_cuda!(weight => super::lookup_gpu::embedding_forward(weight, ids));
     let _timer = crate::timing::op_timer::op("embedding_forward");
     let table = HostFloats::new(NAME, "weight", weight)?;
-    let ids = HostU32::new(NAME, "ids", ids)?;
+    let ids = Host::<u32>::new(NAME, "ids", ids)?;
     let dims = [ids.tensor().dims(), &[h]].concat();
     Ok(by_float!(table.dtype(), T => {
         OpOutput::of(gather::<T>(&table.read_as(), &ids.read(), h), dims)

@@ -14,7 +14,7 @@ use crate::cpu::half_precision::widened;
 use crate::host::floats::{HostFloats, one_dtype};
 use crate::host::on_cuda::on_cuda;
 use crate::host::op_output::OpOutput;
-use crate::host::values::HostU8;
+use crate::host::values::Host;
 use crate::host::with_backward::with_backward;
 use crate::product::factors::Factors;
 use crate::product::few_rows::{Floats, MAX_ROWS, RowsOfF32, few_rows};
@@ -133,7 +133,7 @@ pub fn linear_of_few_rows(
             few_rows(rows, num_out, &[(in_f32, Floats::new(&weight.read_as::<T>(), num_in))])
         })
     } else {
-        let weight = HostU8::new(op, "weight", weight)?;
+        let weight = Host::<u8>::new(op, "weight", weight)?;
         let bytes = weight.read();
         match form {
             HeldRows::Q4K => {

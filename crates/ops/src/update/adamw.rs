@@ -8,7 +8,7 @@ use crate::cpu::half_precision::by_half_precision;
 use crate::cpu::vectorised::vectorised;
 use crate::host::in_place::{storage_address, try_write, write};
 use crate::host::on_cuda::on_cuda;
-use crate::host::values::HostF32;
+use crate::host::values::Host;
 use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -116,7 +116,7 @@ struct Part {
 
 impl Part {
     fn step(&self, slot: &AdamWSlot<'_>, constants: &AdamWConstants) -> Result<()> {
-        let grad = HostF32::new(NAME, "grad", &self.grad)?;
+        let grad = Host::<f32>::new(NAME, "grad", &self.grad)?;
         let (grad, len) = (grad.read(), slot.len());
         try_write::<f32>(NAME, "exp_avg", &self.exp_avg, len, |m| {
             try_write::<f32>(NAME, "exp_avg_sq", &self.exp_avg_sq, len, |v| {
