@@ -1,13 +1,13 @@
 //! What tiles of AMX compute, by instructions that every processor has: the definition that tests compare with, bit by bit.
 
-use crate::product::amx::{STEP_LINES, products};
-use crate::product::kernel::{COLS, ROW_LINES};
-use crate::product::matrix::Matrix;
-use crate::product::packing::{Format, Layout, Pairs, Panel};
 use crate::cpu::element::Element;
 use crate::cpu::lines::{LANES, Line};
 use crate::cpu::processor::has_avx512_bf16;
 use crate::cpu::vectorised::vectorised;
+use crate::product::amx::{STEP_LINES, products};
+use crate::product::kernel::{COLS, ROW_LINES};
+use crate::product::matrix::Matrix;
+use crate::product::packing::{Format, Layout, Pairs, Panel};
 use half::bf16;
 use std::ops::Range;
 

@@ -194,8 +194,7 @@ fn check<K: Kernel, T: Element, Out: Element>(
                     Addend::Bias(bias) => bias[col],
                 });
                 // Each term is rounded once for each term after it in its sum, and for each later sum.
-                let num_roundings =
-                    |num_k: &usize| num_k.min(&K::SUM_LEN) + num_k / K::SUM_LEN + 2;
+                let num_roundings = |num_k: &usize| num_k.min(&K::SUM_LEN) + num_k / K::SUM_LEN + 2;
                 let num_roundings: usize = num_k.iter().map(num_roundings).sum();
                 let magnitude = magnitude[i] + added.abs();
                 let bound = f64::from(f32::EPSILON) / 2.0 * num_roundings as f64 * magnitude;
