@@ -56,6 +56,16 @@ pub(super) struct Terms;
 pub(super) struct Pairs<const PARTS: usize>;
 
 impl Layout {
+    /// Panels of all parts of so many lanes, one after the other.
+    pub(super) fn new<F: Format>(lanes: usize, width: usize, by_vectors: bool) -> Self {
+        Self {
+            width,
+            by_vectors,
+            lanes,
+            stride: lanes * width.div_ceil(LANES) * F::PARTS,
+        }
+    }
+
     /// Lines of a panel for each part of the values.
     pub(super) fn part_lines(&self) -> usize {
         self.lanes * self.width.div_ceil(LANES)
