@@ -117,21 +117,15 @@ fn forward(weight: &Tensor, ids: &Tensor) -> Result<OpOutput> {
 }
 
 fn gather<T: Element>(table: &[T], ids: &[u32], h: usize) -> Vec<T> {
-    let (rows, len) = (rows_per_chunk(h), ids.len() * h);
-    filled(len, rows * h, len, |chunk, y| {
-        copy_rows(y, table, &ids[chunk * rows..], h);
-    })
-}
-
-/// Overwrites the rows of `y` with those of `table` that `ids` name; the others stay.
-fn copy_rows<T: Copy>(y: &mut [T], table: &[T], ids: &[u32], h: usize) {
-    let v = table.len() / h.max(1);
-    for (y, &id) in y.chunks_exact_mut(h).zip(ids) {
-        let id = id as usize;
-        if id < v {
-            y.copy_from_slice(&table[id * h..][..h]);
+    let (v, rows, len) = (table.len() / h.max(1), rows_per_chunk(h), ids.len() * h);
+    filled(len, rows * h, len, |chunk, y: &mut [T]| {
+        for (y, &id) in y.chunks_exact_mut(h).zip(&ids[chunk * rows..]) {
+            let id = id as usize;
+            if id < v {
+                y.copy_from_slice(&table[id * h..][..h]);
+            }
         }
-    }
+    })
 }
 
 /// Each chunk of table rows adds its own positions, found in the list of positions sorted by id.

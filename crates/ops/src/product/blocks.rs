@@ -121,12 +121,12 @@ impl<T: Element, Out: Element> ColumnBlock<'_, T, Out> {
             self.pack_rhs::<K>(cols, lines);
         });
         let rhs = &*rhs;
-        let num_panels = self.target.rows().div_ceil(K::ROWS);
+        let num_panels = self.target.out.rows.div_ceil(K::ROWS);
         let num_tasks = self.num_tasks::<K>(num_panels);
         self.for_each(num_tasks, |task| {
             let start = task * num_panels / num_tasks * K::ROWS;
             let end = (task + 1) * num_panels / num_tasks * K::ROWS;
-            let rows = start..end.min(self.target.rows());
+            let rows = start..end.min(self.target.out.rows);
             self.multiply_rows::<K, false>(rows, self.cols.clone(), rhs);
         });
     }
@@ -146,7 +146,7 @@ impl<T: Element, Out: Element> ColumnBlock<'_, T, Out> {
             let cols = column(panels.start)..column(panels.end);
             let mut rhs = Lines::new(self.num_to_pack(panels.len()) * panel_lines);
             self.pack_rhs::<K>(cols.clone(), &mut rhs);
-            self.multiply_rows::<K, true>(0..self.target.rows(), cols, &rhs);
+            self.multiply_rows::<K, true>(0..self.target.out.rows, cols, &rhs);
         });
     }
 

@@ -59,10 +59,6 @@ impl<'a, Out: Element> Target<'a, Out> {
         }
     }
 
-    pub(super) fn rows(&self) -> usize {
-        self.out.rows
-    }
-
     /// How rows of sums are stored.
     pub(super) fn storing(&self, (is_first, is_last): (bool, bool)) -> Store<Self> {
         // All kernels are of AVX-512, but for those that tests emulate.
