@@ -47,20 +47,6 @@ struct QueryBlock {
     seen: Range<usize>,
 }
 
-/// Gradients of q, k and v: new ones, or sums to add to.
-struct Gradients<'a, T> {
-    of: [&'a mut [T]; 3],
-    are_sums: bool,
-}
-
-/// What the backward pass reads beside q, k and v.
-struct Backward<'a, T> {
-    log_sum_exp: &'a [f32],
-    grad: &'a [T],
-    /// Of each query the product of its output and its gradient, where the keys are a part of those that it sees.
-    delta: Option<&'a [f32]>,
-}
-
 impl<'a> AttentionBlocks<'a> {
     /// For queries of `(b, t)` positions and keys of `(b, tk)`, which `spec` was checked with.
     pub(crate) fn new(
@@ -240,51 +226,37 @@ impl<'a> AttentionBlocks<'a> {
         grad: &[T],
     ) -> [Vec<T>; 3] {
         let mut gradients = values.map(|values| zeros(values.len()));
-        let pass = Backward {
-            log_sum_exp,
-            grad,
-            delta: None,
-        };
-        let of = Gradients {
-            of: gradients.each_mut().map(|gradient| &mut gradient[..]),
-            are_sums: false,
-        };
+        let of = gradients.each_mut().map(|gradient| &mut gradient[..]);
         with_small_products!(T, P => {
-            self.backward_by::<T, T, P>(values, &pass, of);
+            self.backward_by::<T, T, P>(values, (log_sum_exp, None), grad, of, false);
             gradients
         })
     }
 
-    /// Adds to the gradients of q, k and v what these keys give, of those that queries see.
+    /// Adds to the gradients of q, k and v what these keys give, of those that queries see; if they are a part of these,
+    /// `numbers` has beside the log-sum-exps the product of each query's output and its gradient.
     pub(crate) fn add_backward<T: Element>(
         &self,
         values: [&[T]; 3],
-        (log_sum_exp, delta): (&[f32], Option<&[f32]>),
+        numbers: (&[f32], Option<&[f32]>),
         grad: &[T],
         gradients: [&mut [f32]; 3],
     ) {
-        let pass = Backward {
-            log_sum_exp,
-            grad,
-            delta,
-        };
-        let of = Gradients {
-            of: gradients,
-            are_sums: true,
-        };
-        with_small_products!(T, P => self.backward_by::<T, f32, P>(values, &pass, of))
+        with_small_products!(T, P => {
+            self.backward_by::<T, f32, P>(values, numbers, grad, gradients, true)
+        })
     }
 
     /// Each (part, sequence, key/value head) is one task, which adds the contributions of its blocks in order to gradients of its own;
-    /// those of the parts are added at the end, in order too.
+    /// those of the parts are added at the end, in order too. The gradients are new ones, or sums to add to.
     fn backward_by<T: Element, O: Element, P: SmallProducts>(
         &self,
         [q, k, v]: [&[T]; 3],
-        pass: &Backward<'_, T>,
-        gradients: Gradients<'_, O>,
+        (log_sum_exp, delta): (&[f32], Option<&[f32]>),
+        grad: &[T],
+        [dq, dk, dv]: [&mut [O]; 3],
+        are_sums: bool,
     ) {
-        let are_sums = gradients.are_sums;
-        let [dq, dk, dv] = gradients.of;
         let k_t = self.packed::<T, P>(k, |k| P::pack(k.t()));
         let v_t = self.packed::<T, P>(v, |v| P::pack(v.t()));
         let k = self.packed::<T, P>(k, P::pack);
@@ -304,11 +276,11 @@ impl<'a> AttentionBlocks<'a> {
                     continue;
                 }
                 let first = self.place(block.first, head);
-                let lse = &pass.log_sum_exp[first..][..rows];
-                let delta = pass.delta.map(|delta| &delta[first..][..rows]);
+                let lse = &log_sum_exp[first..][..rows];
+                let delta = delta.map(|delta| &delta[first..][..rows]);
                 let of_block = block.first..block.first + rows;
                 let q = self.head(q, of_block.clone(), (head, self.hq));
-                let grad = self.head(pass.grad, of_block, (head, self.hq));
+                let grad = self.head(grad, of_block, (head, self.hq));
                 let (mut p, mut ds) = (Sums::new(rows, seen.len()), Sums::new(rows, seen.len()));
                 P::multiply(p.rows_from(0), false, q, &k_t[kv], 0..self.d, seen.clone());
                 P::multiply(

@@ -6,15 +6,15 @@
 use super::blocks::AttentionBlocks;
 use super::spec::{AttentionGrad, AttentionSpec, NAME};
 use crate::cpu::element::by_float;
-use crate::host::floats::{HostFloats, one_dtype};
+use crate::host::floats::HostFloats;
 use crate::host::in_place::{must_not_share, try_write};
 use crate::host::on_cuda::on_cuda;
 use crate::host::op_output::OpOutput;
-use crate::host::values::{HostF32, HostValues};
+use crate::host::values::Host;
 use crate::host::with_backward::with_backward_of_result;
 use crate::settings::attention_code::AttentionCode;
 use crate::settings::product_choice::ProductChoice;
-use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Attention of each position to itself and the positions before it, all of them or those in the window and the document that `spec` tells:
 /// what lies outside is not computed but for the borders of blocks of 32 queries, so time is that of `t * window` scores, or of each
@@ -38,7 +38,7 @@ pub fn causal_attention(
     v: &Tensor,
     spec: &AttentionSpec,
 ) -> Result<Tensor> {
-    let (out, log_sum_exp) = forward(q, k, v, spec)?;
+    let (out, log_sum_exp) = forward(q, k, v, spec, false)?;
     let [q_value, k_value, v_value] = [q, k, v].map(Tensor::detach);
     let (tracked, spec) = ([q, k, v].map(Tensor::track_op), spec.clone());
     with_backward_of_result([q, k, v], out, NAME, move |out, grad| {
@@ -74,7 +74,7 @@ pub fn attention_forward(
     v: &Tensor,
     spec: &AttentionSpec,
 ) -> Result<(Tensor, Tensor)> {
-    let (out, log_sum_exp) = forward(q, k, v, spec)?;
+    let (out, log_sum_exp) = forward(q, k, v, spec, false)?;
     Ok((out.into_tensor(), log_sum_exp))
 }
 
@@ -89,7 +89,7 @@ pub fn attention_of_part(
     v: &Tensor,
     spec: &AttentionSpec,
 ) -> Result<(Tensor, Tensor)> {
-    let (out, log_sum_exp) = forward_to(q, k, v, spec, true)?;
+    let (out, log_sum_exp) = forward(q, k, v, spec, true)?;
     Ok((out.into_tensor(), log_sum_exp))
 }
 
@@ -107,7 +107,7 @@ pub fn attention_backward(
         v,
         out,
         log_sum_exp,
-        grad,
+        ..
     } = *pass;
     let blocks = blocks(q, k, v, spec)?;
     check_pass(pass, out, &blocks)?;
@@ -115,11 +115,11 @@ pub fn attention_backward(
     let _timer = crate::timing::op_timer::op("attention_backward");
     AttentionCode::Cpu.note();
     ProductChoice::from_env()?;
-    let values = HostPass::new([q, k, v, grad])?;
-    let log_sum_exp = HostF32::new(NAME, "log_sum_exp", log_sum_exp)?;
+    let values = on_host(pass)?;
+    let log_sum_exp = Host::<f32>::new(NAME, "log_sum_exp", log_sum_exp)?;
     let log_sum_exp = log_sum_exp.read();
-    by_float!(values.dtype, T => {
-        let [q_in, k_in, v_in, grad] = values.read::<T>();
+    by_float!(values[0].dtype(), T => {
+        let [q_in, k_in, v_in, grad] = values.each_ref().map(HostFloats::read_as::<T>);
         let [dq, dk, dv] = blocks.backward([&q_in[..], &k_in, &v_in], &log_sum_exp, &grad);
         let tensor = |values, like: &Tensor| OpOutput::of(values, like.shape()).into_tensor();
         Ok((tensor(dq, q), tensor(dk, k), tensor(dv, v)))
@@ -145,7 +145,6 @@ pub fn attention_backward_of_part(
         k,
         v,
         log_sum_exp,
-        grad,
         ..
     } = *pass;
     let blocks = blocks(q, k, v, spec)?;
@@ -176,18 +175,18 @@ pub fn attention_backward_of_part(
     let _timer = crate::timing::op_timer::op("attention_backward");
     AttentionCode::Cpu.note();
     ProductChoice::from_env()?;
-    let values = HostPass::new([q, k, v, grad])?;
-    let log_sum_exp = HostF32::new(NAME, "log_sum_exp", log_sum_exp)?;
-    let delta = delta.map(|delta| HostF32::new(NAME, "delta", delta));
+    let values = on_host(pass)?;
+    let log_sum_exp = Host::<f32>::new(NAME, "log_sum_exp", log_sum_exp)?;
+    let delta = delta.map(|delta| Host::<f32>::new(NAME, "delta", delta));
     let delta = delta.transpose()?;
-    let (log_sum_exp, delta) = (log_sum_exp.read(), delta.as_ref().map(HostF32::read));
+    let (log_sum_exp, delta) = (log_sum_exp.read(), delta.as_ref().map(Host::read));
     let [dq, dk, dv] = sums;
     let what = "a sum of gradients";
     try_write(NAME, what, dq, q.elem_count(), |dq| {
         try_write(NAME, what, dk, k.elem_count(), |dk| {
             try_write(NAME, what, dv, v.elem_count(), |dv| {
-                by_float!(values.dtype, T => {
-                    let [q, k, v, grad] = values.read::<T>();
+                by_float!(values[0].dtype(), T => {
+                    let [q, k, v, grad] = values.each_ref().map(HostFloats::read_as::<T>);
                     let numbers = (&log_sum_exp[..], delta.as_ref().map(|delta| &delta[..]));
                     blocks.add_backward([&q[..], &k, &v], numbers, &grad, [dq, dk, dv]);
                 });
@@ -198,31 +197,9 @@ pub fn attention_backward_of_part(
 }
 
 /// q, k, v and the gradient of the output on the host, of one dtype.
-struct HostPass {
-    values: [HostFloats; 4],
-    dtype: DType,
-}
-
-impl HostPass {
-    fn new(tensors: [&Tensor; 4]) -> Result<Self> {
-        let [q, k, v, grad] = tensors;
-        let values = [
-            HostFloats::new(NAME, "q", q)?,
-            HostFloats::new(NAME, "k", k)?,
-            HostFloats::new(NAME, "v", v)?,
-            HostFloats::new(NAME, "the gradient", grad)?,
-        ];
-        let [q, k, v, grad] = &values;
-        let dtype = one_dtype(
-            NAME,
-            &[("q", q), ("k", k), ("v", v), ("the gradient", grad)],
-        )?;
-        Ok(Self { values, dtype })
-    }
-
-    fn read<T: WithDType>(&self) -> [HostValues<'_, T>; 4] {
-        self.values.each_ref().map(HostFloats::read_as)
-    }
+fn on_host(pass: &AttentionGrad<'_>) -> Result<[HostFloats; 4]> {
+    let AttentionGrad { q, k, v, grad, .. } = *pass;
+    HostFloats::of_one_dtype(NAME, [("q", q), ("k", k), ("v", v), ("the gradient", grad)])
 }
 
 /// An error unless what the backward pass reads has the shapes of the forward pass.
@@ -256,13 +233,8 @@ pub fn attention_delta(out: &Tensor, grad: &Tensor) -> Result<Tensor> {
     products.sum(3)?.transpose(1, 2)?.contiguous()
 }
 
-/// The output, and the log-sum-exp.
-fn forward(q: &Tensor, k: &Tensor, v: &Tensor, spec: &AttentionSpec) -> Result<(OpOutput, Tensor)> {
-    forward_to(q, k, v, spec, false)
-}
-
-/// `is_part`: the output is f32.
-fn forward_to(
+/// The output, which is f32 if it `is_part`, and the log-sum-exp.
+fn forward(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -275,12 +247,9 @@ fn forward_to(
     AttentionCode::Cpu.note();
     ProductChoice::from_env()?;
     let shape = q.shape();
-    let q = HostFloats::new(NAME, "q", q)?;
-    let k = HostFloats::new(NAME, "k", k)?;
-    let v = HostFloats::new(NAME, "v", v)?;
-    let dtype = one_dtype(NAME, &[("q", &q), ("k", &k), ("v", &v)])?;
-    let (out, log_sum_exp) = by_float!(dtype, T => {
-        let (q, k, v) = (q.read_as::<T>(), k.read_as::<T>(), v.read_as::<T>());
+    let values = HostFloats::of_one_dtype(NAME, [("q", q), ("k", k), ("v", v)])?;
+    let (out, log_sum_exp) = by_float!(values[0].dtype(), T => {
+        let [q, k, v] = values.each_ref().map(HostFloats::read_as::<T>);
         let values = [&q[..], &k[..], &v[..]];
         match is_part {
             true => {

@@ -8,7 +8,7 @@
 use crate::cpu::chunks::for_each_chunk;
 use crate::cpu::shared_buffer::SharedBuffer;
 use crate::host::in_place::{must_not_share, try_write};
-use crate::host::values::HostF32;
+use crate::host::values::Host;
 use candle_core::{DType, Result, Tensor, bail};
 
 const NAME: &str = "merge_attention";
@@ -44,8 +44,8 @@ pub fn merge_attention(all: &(Tensor, Tensor), more: &(Tensor, Tensor)) -> Resul
     }
     let _timer = crate::timing::op_timer::op(NAME);
     let (out, lse) = (
-        HostF32::new(NAME, "the output", &more.0)?,
-        HostF32::new(NAME, "log_sum_exp", &more.1)?,
+        Host::<f32>::new(NAME, "the output", &more.0)?,
+        Host::<f32>::new(NAME, "log_sum_exp", &more.1)?,
     );
     let (more_out, more_lse) = (out.read(), lse.read());
     let (len, num_rows) = (b * t * h * d, b * t * h);

@@ -42,8 +42,8 @@ struct Inner {
     document_lens: Vec<usize>,
     /// (b, t) of tensors with these rows.
     dims: (usize, usize),
-    /// If these are whole sequences from their first token on.
-    whole: Option<Whole>,
+    /// If these are whole sequences from their first token on: their documents if they have several.
+    whole: Option<Option<DocumentStarts>>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -52,13 +52,10 @@ struct Sequence {
     runs: Range<usize>,
 }
 
-#[derive(Debug, PartialEq)]
-struct Whole(Option<DocumentStarts>);
-
 impl Runs {
     /// `b` sequences of `t` tokens, each one document.
     pub fn sequences(b: usize, t: usize) -> Self {
-        Self::new(of_each(b, 0, t), vec![t; b], (b, t), Some(Whole(None)))
+        Self::new(of_each(b, 0, t), vec![t; b], (b, t), Some(None))
     }
 
     /// `t` tokens of each of `b` sequences, after the first `num_before`.
@@ -75,7 +72,7 @@ impl Runs {
         of_sequences: Vec<Vec<Run>>,
         document_lens: Vec<usize>,
         dims: (usize, usize),
-        whole: Option<Whole>,
+        whole: Option<Option<DocumentStarts>>,
     ) -> Self {
         let (mut rows, mut runs) = (0, Vec::new());
         let sequences = of_sequences.into_iter().map(|of_sequence| {
@@ -110,7 +107,7 @@ impl Runs {
     /// If these are whole sequences, their documents if they have several. The CPU has one way for all rows.
     #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn whole(&self) -> Option<Option<&DocumentStarts>> {
-        self.0.whole.as_ref().map(|whole| whole.0.as_ref())
+        self.0.whole.as_ref().map(Option::as_ref)
     }
 
     /// The runs, in the order of memory.
@@ -252,7 +249,7 @@ impl Runs {
                 for run in runs() {
                     starts.extend(std::iter::repeat_n(starts.len() as u32, run.len));
                 }
-                Some(Whole(Some(DocumentStarts::new(starts, dims)?)))
+                Some(Some(DocumentStarts::new(starts, dims)?))
             }
             false => None,
         };
@@ -301,12 +298,7 @@ impl From<&DocumentStarts> for Runs {
             runs
         };
         let of_sequences = (0..b).map(of_sequence).collect();
-        Self::new(
-            of_sequences,
-            lens,
-            (b, t),
-            Some(Whole(Some(documents.clone()))),
-        )
+        Self::new(of_sequences, lens, (b, t), Some(Some(documents.clone())))
     }
 }
 

@@ -63,23 +63,6 @@ pub(crate) fn for_each_chunk<T: Send>(
     });
 }
 
-/// Calls `f(i, chunk of a, chunk of b)` on each pair of chunks of two buffers with equally many chunks.
-pub(crate) fn for_each_chunk2<A: Send, B: Send>(
-    (a, a_len): (&mut [A], usize),
-    (b, b_chunk): (&mut [B], usize),
-    work: usize,
-    f: impl Fn(usize, &mut [A], &mut [B]) + Sync,
-) {
-    let (b_chunk, b_len) = (b_chunk.max(1), b.len());
-    let b = SharedBuffer::new(b);
-    for_each_chunk(a, a_len, work, |i, a| {
-        let start = (i * b_chunk).min(b_len);
-        let len = b_chunk.min(b_len - start);
-        // SAFETY: as above.
-        unsafe { b.change_row(start, len, |b| f(i, a, b)) };
-    });
-}
-
 /// `f(i)` for `i` in `0..count`; `work` is the number of elements of the whole pass.
 pub(crate) fn map_indices<R: Send>(
     count: usize,
@@ -126,7 +109,8 @@ pub(crate) fn sum_partials(dst: &mut [f32], add: bool, partials: &[f32]) {
 
 #[cfg(test)]
 mod tests {
-    use super::{INLINE_ELEMENTS, for_each_chunk, for_each_chunk2, map_indices};
+    use super::{INLINE_ELEMENTS, for_each_chunk, map_indices};
+    use crate::cpu::filled::filled2;
 
     /// On one thread and on several: each element belongs to one chunk, the last of which may be shorter.
     #[test]
@@ -141,13 +125,12 @@ mod tests {
                 let want = (0..len).map(|i| i / chunk_len.max(1) + 1);
                 assert!(values.into_iter().eq(want), "{len} in {chunk_len}, {work}");
             }
-            let (mut a, mut b) = (vec![0; 99], vec![String::new(); 25]);
-            for_each_chunk2((&mut a, 4), (&mut b, 1), work, |i, a, b| {
-                a.fill(i);
-                b[0] = i.to_string();
+            let (a, b) = filled2((99, 4), (25, 1), work, |i, a: &mut [f32], b: &mut [f32]| {
+                a.fill(i as f32);
+                b[0] = i as f32;
             });
-            assert!((0..99).map(|i| i / 4).eq(a));
-            assert!((0..25).map(|i| i.to_string()).eq(b));
+            assert!((0..99).map(|i| (i / 4) as f32).eq(a));
+            assert!((0..25).map(|i| i as f32).eq(b));
             let texts = map_indices(1000, work, |i| i.to_string());
             assert!((0..1000).map(|i| i.to_string()).eq(texts));
         }

@@ -13,8 +13,6 @@ impl<T> Lanes for T {}
 
 /// f32, bf16 or f16.
 pub(crate) trait Element: HostValue + Lanes {
-    const IS_F32: bool = false;
-
     /// The value in f32, exactly.
     fn widen(self) -> f32;
 
@@ -23,8 +21,6 @@ pub(crate) trait Element: HostValue + Lanes {
 }
 
 impl Element for f32 {
-    const IS_F32: bool = true;
-
     #[inline(always)]
     fn widen(self) -> f32 {
         self

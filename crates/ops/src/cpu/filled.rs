@@ -5,8 +5,9 @@
 
 #![allow(unsafe_code)]
 
-use super::chunks::{for_each_chunk, for_each_chunk2, rows_per_chunk};
+use super::chunks::{for_each_chunk, rows_per_chunk};
 use super::element::Element;
+use super::shared_buffer::SharedBuffer;
 use std::array::from_fn;
 use std::mem::MaybeUninit;
 
@@ -32,16 +33,17 @@ pub(crate) fn filled2<A: Element, B: Element>(
     work: usize,
     f: impl Fn(usize, &mut [A], &mut [B]) + Send + Sync,
 ) -> (Vec<A>, Vec<B>) {
+    let (a_chunk, b_chunk) = (a_chunk.max(1), b_chunk.max(1));
     // Chunks without a partner would stay as they are.
-    assert_eq!(
-        a_len.div_ceil(a_chunk.max(1)),
-        b_len.div_ceil(b_chunk.max(1))
-    );
+    assert_eq!(a_len.div_ceil(a_chunk), b_len.div_ceil(b_chunk));
     let (mut a, mut b) = (Vec::with_capacity(a_len), Vec::with_capacity(b_len));
-    let a_chunks = (&mut a.spare_capacity_mut()[..a_len], a_chunk);
-    let b_chunks = (&mut b.spare_capacity_mut()[..b_len], b_chunk);
-    for_each_chunk2(a_chunks, b_chunks, work, |i, a, b| {
-        f(i, zeroed(a), zeroed(b));
+    let a_spare = &mut a.spare_capacity_mut()[..a_len];
+    let b_spare = SharedBuffer::new(&mut b.spare_capacity_mut()[..b_len]);
+    for_each_chunk(a_spare, a_chunk, work, |i, a| {
+        let start = i * b_chunk;
+        let len = b_chunk.min(b_len - start);
+        // SAFETY: each index comes once, and their chunks do not overlap.
+        unsafe { b_spare.change_row(start, len, |b| f(i, zeroed(a), zeroed(b))) };
     });
     // SAFETY: there are equally many chunks, so each of the two buffers was zeroed as a whole.
     unsafe {

@@ -4,6 +4,7 @@
 
 /// Whether it has the vectors.
 #[cfg(target_arch = "x86_64")]
+#[inline]
 pub(crate) fn has_avx512() -> bool {
     is_x86_feature_detected!("avx512f")
         && is_x86_feature_detected!("avx512bw")

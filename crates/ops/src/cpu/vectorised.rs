@@ -6,6 +6,9 @@
 
 #![allow(unsafe_code)]
 
+#[cfg(target_arch = "x86_64")]
+use super::processor::has_avx512;
+
 /// Calls `f`, compiled for AVX-512 or AVX2 where the processor has them.
 ///
 /// `f` must be a closure marked `#[inline(always)]`, and so must be what it calls: only code inlined here is compiled
@@ -14,11 +17,7 @@
 pub(crate) fn vectorised<R>(f: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     {
-        if is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512vl")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512bw")
-        {
+        if has_avx512() {
             // SAFETY: the processor has what the function is compiled for.
             return unsafe { with_avx512(f) };
         }

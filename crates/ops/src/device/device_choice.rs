@@ -52,10 +52,7 @@ impl DeviceChoice {
     /// # Errors
     /// As [`Self::open`].
     pub fn open_for(self, num_ranks: usize) -> Result<Vec<Device>> {
-        let count = match self {
-            Self::AllCuda => num_gpus().clamp(1, num_ranks.max(1)),
-            Self::Cpu | Self::Cuda(_) => 1,
-        };
+        let count = self.num_devices().clamp(1, num_ranks.max(1));
         let first = std::iter::once(self.open());
         first.chain((1..count).map(open_cuda)).collect()
     }

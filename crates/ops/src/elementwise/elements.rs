@@ -8,7 +8,7 @@ use crate::cpu::half_precision::{
 use crate::host::floats::HostFloats;
 use crate::host::in_place::{len_must_be, must_not_share, write};
 use crate::host::on_cuda::on_cuda;
-use crate::host::values::HostF32;
+use crate::host::values::Host;
 use candle_core::{Result, Tensor};
 
 /// Writes, or adds if `add`, `values` to `dst`; outside any graph. Values of bf16 and f16 are widened.
@@ -44,7 +44,7 @@ pub fn round_into(dst: &Tensor, values: &Tensor) -> Result<()> {
     must_not_share(op, dst, values)?;
     on_cuda!(dst => super::elements_gpu::round_into(dst, values));
     let _timer = crate::timing::op_timer::op(op);
-    let values = HostF32::new(op, "values", values)?;
+    let values = Host::<f32>::new(op, "values", values)?;
     let values = values.read();
     by_half_precision!(op, "dst", dst, T => write(op, "dst", dst, values.len(), |dst: &mut [T]| {
         round_values(dst, &values);

@@ -5,7 +5,7 @@
 use crate::cpu::element::{Element, by_float};
 use crate::cpu::exp::exp;
 use crate::cpu::mapped::mapped;
-use crate::host::floats::{HostFloats, one_dtype};
+use crate::host::floats::HostFloats;
 use crate::host::on_cuda::on_cuda;
 use crate::host::op_output::OpOutput;
 use crate::host::values::detached;
@@ -170,7 +170,7 @@ fn forward_on_host(
     up: &Tensor,
     z: impl Fn(f32) -> [f32; 2] + Send + Sync,
 ) -> Result<OpOutput> {
-    let (g, u) = on_host(op, gate, up)?;
+    let [g, u] = HostFloats::of_one_dtype(op, [("gate", gate), ("up", up)])?;
     let [y] = by_float!(g.dtype(), T => tensors(gate, mapped(
         [&g.read_as::<T>(), &u.read_as::<T>()],
         #[inline(always)]
@@ -197,10 +197,9 @@ fn grads_on_host<const N: usize>(
     [gate, up, dy]: [&Tensor; 3],
     z: impl Fn(f32) -> [f32; 2] + Send + Sync,
 ) -> Result<[Tensor; N]> {
-    let (g, u) = on_host(op, gate, up)?;
-    let dy = HostFloats::new(op, "the gradient", dy)?;
-    let dtype = one_dtype(op, &[("gate", &g), ("the gradient", &dy)])?;
-    let results = by_float!(dtype, T => tensors(gate, mapped(
+    let arguments = [("gate", gate), ("up", up), ("the gradient", dy)];
+    let [g, u, dy] = HostFloats::of_one_dtype(op, arguments)?;
+    let results = by_float!(dy.dtype(), T => tensors(gate, mapped(
         [&g.read_as::<T>(), &u.read_as::<T>(), &dy.read_as::<T>()],
         #[inline(always)]
         |inputs| {
@@ -225,13 +224,6 @@ fn grads_and_output([gate, up, dy]: [f32; 3], z: impl Fn(f32) -> [f32; 2]) -> [f
 
 fn tensors<T: Element, const N: usize>(like: &Tensor, values: [Vec<T>; N]) -> [OpOutput; N] {
     values.map(|values| OpOutput::of(values, like.shape()))
-}
-
-fn on_host(op: &str, gate: &Tensor, up: &Tensor) -> Result<(HostFloats, HostFloats)> {
-    let gate = HostFloats::new(op, "gate", gate)?;
-    let up = HostFloats::new(op, "up", up)?;
-    one_dtype(op, &[("gate", &gate), ("up", &up)])?;
-    Ok((gate, up))
 }
 
 /// An error unless `gate` and `up` have one shape.

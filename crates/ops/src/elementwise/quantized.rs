@@ -15,7 +15,7 @@ use crate::cpu::vectorised::vectorised;
 use crate::host::floats::HostFloats;
 use crate::host::in_place::in_place;
 use crate::host::on_cuda::on_cuda;
-use crate::host::values::HostU8;
+use crate::host::values::Host;
 use candle_core::{Device, Result, Tensor, bail};
 
 /// Values that share a scale.
@@ -190,7 +190,7 @@ fn dequantize(
     }
     on_cuda!(dst => super::quantized_gpu::dequantize_rows(op, dst, add, packed, from, [num_summed, len]));
     let _timer = crate::timing::op_timer::op(op);
-    let packed = HostU8::new(op, "packed", packed)?;
+    let packed = Host::<u8>::new(op, "packed", packed)?;
     let packed = packed.read();
     if !dst.is_contiguous() {
         bail!(

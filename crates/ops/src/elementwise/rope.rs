@@ -11,7 +11,7 @@ use crate::host::floats::HostFloats;
 use crate::host::in_place::in_place;
 use crate::host::on_cuda::on_cuda;
 use crate::host::op_output::OpOutput;
-use crate::host::values::HostF32;
+use crate::host::values::Host;
 use crate::host::with_backward::with_backward;
 use candle_core::{Result, Tensor, bail};
 
@@ -50,8 +50,8 @@ fn turned(xs: &Tensor, cos: &Tensor, sin: &Tensor, direction: RopeDirection) -> 
     let sizes = sizes(xs, cos, sin)?;
     on_cuda!(xs => super::rope_gpu::rope(xs, cos, sin, direction));
     let _timer = crate::timing::op_timer::op(NAME);
-    let cos = HostF32::new(NAME, "cos", cos)?;
-    let sin = HostF32::new(NAME, "sin", sin)?;
+    let cos = Host::<f32>::new(NAME, "cos", cos)?;
+    let sin = Host::<f32>::new(NAME, "sin", sin)?;
     let x = HostFloats::new(NAME, "xs", xs)?;
     Ok(by_float!(x.dtype(), T => {
         let mut y = copied(&x.read_as::<T>());
@@ -80,8 +80,8 @@ pub fn rope_in_place(
     let sizes = sizes(&xs, cos, sin)?;
     on_cuda!(xs => super::rope_gpu::rope_in_place(xs, cos, sin, direction));
     let _timer = crate::timing::op_timer::op("rope_in_place");
-    let cos = HostF32::new(NAME, "cos", cos)?;
-    let sin = HostF32::new(NAME, "sin", sin)?;
+    let cos = Host::<f32>::new(NAME, "cos", cos)?;
+    let sin = Host::<f32>::new(NAME, "sin", sin)?;
     let (cos, sin) = (cos.read(), sin.read());
     by_float!(xs.dtype(), T => in_place::<T>(NAME, "xs", xs, |xs| {
         rotate(xs, &cos, &sin, direction, sizes);

@@ -8,7 +8,7 @@ use crate::host::floats::HostFloats;
 use crate::host::in_place::write;
 use crate::host::on_cuda::on_cuda;
 use crate::host::op_output::OpOutput;
-use crate::host::values::HostU32;
+use crate::host::values::Host;
 use crate::host::with_backward::with_backward;
 use candle_core::{Result, Tensor, bail};
 
@@ -97,9 +97,9 @@ fn width(ids: &Tensor, dy: &Tensor) -> Result<usize> {
     }
 }
 
-fn gradient_and_ids(ids: &Tensor, dy: &Tensor) -> Result<(HostFloats, HostU32)> {
+fn gradient_and_ids(ids: &Tensor, dy: &Tensor) -> Result<(HostFloats, Host<u32>)> {
     let dy = HostFloats::new(NAME, "the gradient", dy)?;
-    Ok((dy, HostU32::new(NAME, "ids", ids)?))
+    Ok((dy, Host::<u32>::new(NAME, "ids", ids)?))
 }
 
 fn forward(weight: &Tensor, ids: &Tensor) -> Result<OpOutput> {
@@ -109,7 +109,7 @@ fn forward(weight: &Tensor, ids: &Tensor) -> Result<OpOutput> {
     on_cuda!(weight => super::lookup_gpu::embedding_forward(weight, ids));
     let _timer = crate::timing::op_timer::op("embedding_forward");
     let table = HostFloats::new(NAME, "weight", weight)?;
-    let ids = HostU32::new(NAME, "ids", ids)?;
+    let ids = Host::<u32>::new(NAME, "ids", ids)?;
     let dims = [ids.tensor().dims(), &[h]].concat();
     Ok(by_float!(table.dtype(), T => {
         OpOutput::of(gather::<T>(&table.read_as(), &ids.read(), h), dims)
@@ -117,21 +117,15 @@ fn forward(weight: &Tensor, ids: &Tensor) -> Result<OpOutput> {
 }
 
 fn gather<T: Element>(table: &[T], ids: &[u32], h: usize) -> Vec<T> {
-    let (rows, len) = (rows_per_chunk(h), ids.len() * h);
-    filled(len, rows * h, len, |chunk, y| {
-        copy_rows(y, table, &ids[chunk * rows..], h);
-    })
-}
-
-/// Overwrites the rows of `y` with those of `table` that `ids` name; the others stay.
-fn copy_rows<T: Copy>(y: &mut [T], table: &[T], ids: &[u32], h: usize) {
-    let v = table.len() / h.max(1);
-    for (y, &id) in y.chunks_exact_mut(h).zip(ids) {
-        let id = id as usize;
-        if id < v {
-            y.copy_from_slice(&table[id * h..][..h]);
+    let (v, rows, len) = (table.len() / h.max(1), rows_per_chunk(h), ids.len() * h);
+    filled(len, rows * h, len, |chunk, y: &mut [T]| {
+        for (y, &id) in y.chunks_exact_mut(h).zip(&ids[chunk * rows..]) {
+            let id = id as usize;
+            if id < v {
+                y.copy_from_slice(&table[id * h..][..h]);
+            }
         }
-    }
+    })
 }
 
 /// Each chunk of table rows adds its own positions, found in the list of positions sorted by id.

@@ -21,6 +21,20 @@ impl HostFloats {
         Ok(Self(detached(tensor)?))
     }
 
+    /// The arguments `(what, tensor)` of `op`, which must have one dtype.
+    pub(crate) fn of_one_dtype<const N: usize>(
+        op: &str,
+        arguments: [(&str, &Tensor); N],
+    ) -> Result<[Self; N]> {
+        let hosts = arguments.map(|(what, tensor)| Self::new(op, what, tensor));
+        let hosts = hosts.into_iter().collect::<Result<Vec<_>>>()?;
+        let whats = arguments.iter().map(|(what, _)| *what);
+        one_dtype(op, &whats.zip(&hosts).collect::<Vec<_>>())?;
+        hosts
+            .try_into()
+            .or_else(|_| bail!("{op}: expected {N} arguments"))
+    }
+
     pub(crate) fn dtype(&self) -> DType {
         self.0.dtype()
     }
@@ -35,9 +49,7 @@ impl HostFloats {
 
     /// The values of a tensor of `T`, as they are.
     pub(crate) fn read_as<T: WithDType>(&self) -> HostValues<'_, T> {
-        HostValues::new(&self.0, |storage| {
-            T::cpu_storage_as_slice(storage).unwrap_or_default()
-        })
+        HostValues::new(&self.0)
     }
 }
 

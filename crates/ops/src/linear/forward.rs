@@ -14,7 +14,7 @@ use crate::cpu::half_precision::widened;
 use crate::host::floats::{HostFloats, one_dtype};
 use crate::host::on_cuda::on_cuda;
 use crate::host::op_output::OpOutput;
-use crate::host::values::HostU8;
+use crate::host::values::Host;
 use crate::host::with_backward::with_backward;
 use crate::product::factors::Factors;
 use crate::product::few_rows::{Floats, MAX_ROWS, RowsOfF32, few_rows};
@@ -133,7 +133,7 @@ pub fn linear_of_few_rows(
             few_rows(rows, num_out, &[(in_f32, Floats::new(&weight.read_as::<T>(), num_in))])
         })
     } else {
-        let weight = HostU8::new(op, "weight", weight)?;
+        let weight = Host::<u8>::new(op, "weight", weight)?;
         let bytes = weight.read();
         match form {
             HeldRows::Q4K => {
@@ -197,35 +197,31 @@ impl LinearWeight<'_> {
     /// # Errors
     /// Those of [`linear_forward_add`].
     pub fn forward_add(self, residual: &Tensor, xs: &Tensor) -> Result<Tensor> {
-        forward_add(residual, xs, self)
+        let op = "linear_forward_add";
+        let Self {
+            values: weight,
+            packed,
+        } = self;
+        let dims = dims(op, xs, weight)?;
+        if residual.dims() != dims {
+            bail!(
+                "{op}: expected residual {dims:?}, got {:?}",
+                residual.dims()
+            )
+        }
+        on_cuda!(xs => {
+            let residual = Added::Residual(residual);
+            Ok(super::linear_gpu::linear_forward(op, &dims, xs, weight, residual)?.into_tensor())
+        });
+        let _timer = op_timer::product(op, &dims, weight.dims()[1], [xs.dtype(); 2]);
+        let product = Rows::new(op, xs, weight)?;
+        let residual = HostFloats::new(op, "residual", residual)?;
+        one_dtype(op, &[("residual", &residual), ("xs", &product.xs)])?;
+        Ok(by_float!(product.xs.dtype(), T => {
+            let y = product.compute::<T>(Addend::Values(&residual.read_as()), packed);
+            OpOutput::of(y, dims).into_tensor()
+        }))
     }
-}
-
-fn forward_add(residual: &Tensor, xs: &Tensor, weight: LinearWeight<'_>) -> Result<Tensor> {
-    let op = "linear_forward_add";
-    let LinearWeight {
-        values: weight,
-        packed,
-    } = weight;
-    let dims = dims(op, xs, weight)?;
-    if residual.dims() != dims {
-        bail!(
-            "{op}: expected residual {dims:?}, got {:?}",
-            residual.dims()
-        )
-    }
-    on_cuda!(xs => {
-        let residual = Added::Residual(residual);
-        Ok(super::linear_gpu::linear_forward(op, &dims, xs, weight, residual)?.into_tensor())
-    });
-    let _timer = op_timer::product(op, &dims, weight.dims()[1], [xs.dtype(); 2]);
-    let product = Rows::new(op, xs, weight)?;
-    let residual = HostFloats::new(op, "residual", residual)?;
-    one_dtype(op, &[("residual", &residual), ("xs", &product.xs)])?;
-    Ok(by_float!(product.xs.dtype(), T => {
-        let y = product.compute::<T>(Addend::Values(&residual.read_as()), packed);
-        OpOutput::of(y, dims).into_tensor()
-    }))
 }
 
 fn forward(xs: &Tensor, weight: LinearWeight<'_>, bias: Option<&Tensor>) -> Result<OpOutput> {
@@ -272,9 +268,8 @@ impl Rows {
         let (num_out, num_in) = weight_dims(op, weight)?;
         let (rows, _) = rows_of(op, "xs", xs, num_in)?;
         ProductChoice::from_env()?;
-        let xs = HostFloats::new(op, "xs", xs)?;
-        let weight = HostFloats::new(op, "weight", weight)?;
-        one_dtype(op, &[("xs", &xs), ("weight", &weight)])?;
+        let arguments = [("xs", xs), ("weight", weight)];
+        let [xs, weight] = HostFloats::of_one_dtype(op, arguments)?;
         Ok(Self {
             xs,
             weight,
@@ -287,7 +282,10 @@ impl Rows {
     /// The product of values of `T`.
     fn compute<T: Element>(&self, addend: Addend<'_, T>, packed: Option<&PackedWeight>) -> Vec<T> {
         let (xs, weight) = (self.xs.read_as::<T>(), self.weight.read_as::<T>());
-        let factors = self.factors(&xs, &weight);
+        let factors = Factors::new(
+            Matrix::new(&xs, self.rows, self.num_in, self.num_in),
+            Matrix::new(&weight, self.num_out, self.num_in, self.num_in).t(),
+        );
         let size = ProductSize {
             rows: self.rows,
             cols: self.num_out,
@@ -296,13 +294,6 @@ impl Rows {
         let panels = packed.and_then(|packed| packed.panels(WeightUse::Forward, size, factors.rhs));
         let panels = panels.as_deref();
         parallel_product(addend, &[Factors { panels, ..factors }])
-    }
-
-    fn factors<'a, T>(&self, xs: &'a [T], weight: &'a [T]) -> Factors<'a, T> {
-        Factors::new(
-            Matrix::new(xs, self.rows, self.num_in, self.num_in),
-            Matrix::new(weight, self.num_out, self.num_in, self.num_in).t(),
-        )
     }
 }
 

@@ -6,7 +6,7 @@ use super::weight::{rows_of, weight_dims};
 use crate::cpu::chunks::{SUMMED_ROWS, for_each_chunk, rows_per_partial, sum_partials};
 use crate::cpu::element::{Element, by_float};
 use crate::cpu::half_precision::add_values;
-use crate::host::floats::{HostFloats, one_dtype};
+use crate::host::floats::HostFloats;
 use crate::host::in_place::{len_must_be, write};
 use crate::host::on_cuda::on_cuda;
 use crate::host::op_output::OpOutput;
@@ -72,16 +72,14 @@ fn input_grad(op: &'static str, weighted: &[(&Tensor, LinearWeight<'_>)]) -> Res
     ProductChoice::from_env()?;
     let mut hosts = Vec::with_capacity(terms.len());
     for (dy, weight) in terms {
-        let dy = HostFloats::new(op, "dy", dy)?;
-        let weight = HostFloats::new(op, "weight", weight)?;
-        one_dtype(op, &[("dy", &dy), ("weight", &weight)])?;
-        hosts.push((dy, weight));
+        let arguments = [("dy", *dy), ("weight", *weight)];
+        hosts.push(HostFloats::of_one_dtype(op, arguments)?);
     }
     let rows = dims.iter().rev().skip(1).product();
     Ok(by_float!(first.dtype(), T => {
-        let values = hosts.iter().map(|(dy, weight)| (dy.read_as::<T>(), weight.read_as::<T>()));
+        let values = hosts.iter().map(|hosts| hosts.each_ref().map(HostFloats::read_as::<T>));
         let values: Vec<_> = values.collect();
-        let factors = terms.iter().zip(&values).map(|((_, weight), (dy, weight_values))| {
+        let factors = terms.iter().zip(&values).map(|((_, weight), [dy, weight_values])| {
             let (num_out, num_in) = weight_dims(op, weight)?;
             Ok(Factors::new(
                 Matrix::new(dy, rows, num_out, num_out),
@@ -144,7 +142,7 @@ pub fn linear_weight_grad(dy: &Tensor, xs: &Tensor) -> Result<Tensor> {
     let (rows, num_out, num_in) = rows_out_in(op, dy, xs)?;
     on_cuda!(dy => super::linear_gpu::linear_weight_grad(op, dy, xs));
     let _timer = op_timer::product(op, &[num_out, num_in], rows, [dy.dtype(); 2]);
-    let (dy, xs) = dy_and_xs(op, dy, xs)?;
+    let [dy, xs] = dy_and_xs(op, dy, xs)?;
     Ok(by_float!(dy.dtype(), T => {
         let (dy, xs) = (dy.read_as::<T>(), xs.read_as::<T>());
         let factors = Factors::new(
@@ -171,7 +169,7 @@ pub fn linear_weight_grad_into(dst: &Tensor, add: bool, dy: &Tensor, xs: &Tensor
     on_cuda!(dst => super::linear_gpu::linear_weight_grad_into(op, dst, add, dy, xs));
     let dtypes = [dy.dtype(), DType::F32];
     let _timer = op_timer::product(op, &[num_out, num_in], rows, dtypes);
-    let (dy, xs) = dy_and_xs(op, dy, xs)?;
+    let [dy, xs] = dy_and_xs(op, dy, xs)?;
     let addend = if add { Addend::Result } else { Addend::Nothing };
     by_float!(dy.dtype(), T => {
         let (dy, xs) = (dy.read_as::<T>(), xs.read_as::<T>());
@@ -253,14 +251,9 @@ fn sum_rows_of<T: Element>(dst: &mut [f32], add: bool, values: &[T]) {
     sum_partials(dst, add, &partials);
 }
 
-fn dy_and_xs(op: &str, dy: &Tensor, xs: &Tensor) -> Result<(HostFloats, HostFloats)> {
+fn dy_and_xs(op: &str, dy: &Tensor, xs: &Tensor) -> Result<[HostFloats; 2]> {
     ProductChoice::from_env()?;
-    let (dy, xs) = (
-        HostFloats::new(op, "dy", dy)?,
-        HostFloats::new(op, "xs", xs)?,
-    );
-    one_dtype(op, &[("dy", &dy), ("xs", &xs)])?;
-    Ok((dy, xs))
+    HostFloats::of_one_dtype(op, [("dy", dy), ("xs", xs)])
 }
 
 /// Rows, `out` and `in` of gradients and inputs that fit.

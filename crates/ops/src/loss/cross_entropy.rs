@@ -1,7 +1,7 @@
 //! Cross-entropy of whole rows of logits: `loss = ln(sum exp(logit)) - logit[target]`.
 
 use super::vocab_shard::{IGNORE_INDEX, cross_entropy_grad, losses, softmax_stats};
-use crate::host::values::HostU32;
+use crate::host::values::Host;
 use crate::host::with_backward::with_backward;
 use candle_core::{Result, Tensor, bail};
 
@@ -34,7 +34,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 }
 
 fn check_targets(targets: &Tensor, v: usize) -> Result<()> {
-    let ids = HostU32::new(NAME, "targets", targets)?;
+    let ids = Host::<u32>::new(NAME, "targets", targets)?;
     let ids = ids.read();
     let is_foreign = |&&id: &&u32| id != IGNORE_INDEX && id as usize >= v;
     match ids.iter().find(is_foreign) {

@@ -14,7 +14,7 @@ use crate::host::floats::HostFloats;
 use crate::host::in_place::in_place;
 use crate::host::on_cuda::on_cuda;
 use crate::host::op_output::OpOutput;
-use crate::host::values::{HostF32, HostU32};
+use crate::host::values::Host;
 use candle_core::{Device, Result, Tensor, bail};
 
 /// Target id that marks a position without a target: it adds nothing to the loss and gets no gradient.
@@ -47,7 +47,7 @@ pub fn softmax_stats(logits: &Tensor, targets: &Tensor, vocab_start: usize) -> R
     let _timer = crate::timing::op_timer::op(op);
     let device = logits.device();
     let logits = HostFloats::new(op, "logits", logits)?;
-    let targets = HostU32::new(op, "targets", targets)?;
+    let targets = Host::<u32>::new(op, "targets", targets)?;
     let targets = targets.read();
     let mut stats = vec![0f32; STATS * n];
     let rows = rows_per_chunk(v);
@@ -102,8 +102,8 @@ pub(crate) fn losses(
     }
     on_cuda!(stats => super::vocab_shard_gpu::cross_entropy_loss(stats, targets, vocab_size));
     let _timer = crate::timing::op_timer::op(op);
-    let stats = HostF32::new(op, "stats", stats)?;
-    let targets = HostU32::new(op, "targets", targets)?;
+    let stats = Host::<f32>::new(op, "stats", stats)?;
+    let targets = Host::<u32>::new(op, "targets", targets)?;
     let (stats, targets) = (stats.read(), targets.read());
     let (mut loss, mut log_sum_exp) = (vec![0f32; n], vec![0f32; n]);
     for (row, &target) in targets.iter().enumerate() {
@@ -153,7 +153,7 @@ pub fn cross_entropy_grad(
     check_rows(op, n, &rows)?;
     on_cuda!(logits => super::vocab_shard_gpu::cross_entropy_grad(logits, log_sum_exp, targets, vocab_start, grad));
     let _timer = crate::timing::op_timer::op(op);
-    let grad = HostF32::new(op, "grad", grad)?;
+    let grad = Host::<f32>::new(op, "grad", grad)?;
     let grad = grad.read();
     let logits = HostFloats::new(op, "logits", logits)?;
     let copy = by_float!(logits.dtype(), T => {
@@ -199,8 +199,8 @@ fn rows_in_place(
     grad: impl Fn(usize) -> f32 + Sync,
 ) -> Result<Tensor> {
     let (n, v) = rows_of(op, &logits)?;
-    let log_sum_exp = HostF32::new(op, "log_sum_exp", log_sum_exp)?;
-    let targets = HostU32::new(op, "targets", targets)?;
+    let log_sum_exp = Host::<f32>::new(op, "log_sum_exp", log_sum_exp)?;
+    let targets = Host::<u32>::new(op, "targets", targets)?;
     let (log_sum_exp, targets) = (log_sum_exp.read(), targets.read());
     if v == 0 {
         return Ok(logits);

@@ -90,9 +90,8 @@ pub(crate) fn forward<N: RowNorm>(
     }
     on_cuda!(xs => super::row_norm_gpu::norm_forward(N::ON_GPU, xs, weight, bias, eps));
     let _timer = op_timer::op(N::FORWARD);
-    let x = HostFloats::new(N::NAME, "xs", xs)?;
-    let w = HostFloats::new(N::NAME, "weight", weight)?;
-    one_dtype(N::NAME, &[("xs", &x), ("weight", &w)])?;
+    let arguments = [("xs", xs), ("weight", weight)];
+    let [x, w] = HostFloats::of_one_dtype(N::NAME, arguments)?;
     let bias = bias.map(|bias| HostFloats::new(N::NAME, "bias", bias));
     let bias = bias.transpose()?;
     if let Some(bias) = &bias {

@@ -22,15 +22,6 @@ const MAX_LANES: usize = 1 << 10;
 /// Panels of the right matrix that a task packs: their columns are read together.
 const RHS_PANELS: usize = 8;
 
-/// Sums of one packing.
-struct Sweep<'a> {
-    sums: &'a [Sum],
-    /// Lanes along `k` of all.
-    lanes: usize,
-    is_first: bool,
-    is_last: bool,
-}
-
 /// `out = addend + sum of lhs * rhs`.
 ///
 /// # Safety
@@ -58,17 +49,13 @@ pub(super) unsafe fn multiply<K: Kernel, T: Element, Out: Element>(
         let cols = col..out.cols.min(col + block_cols);
         let target = Target::new(out, addend, cols.clone(), passes.len());
         for (i, sums) in passes.iter().enumerate() {
-            let pass = Sweep {
-                sums,
-                lanes: pass_lanes(sums),
-                is_first: i == 0,
-                is_last: i + 1 == passes.len(),
-            };
             let block = ColumnBlock {
                 factors,
                 target: &target,
                 cols: cols.clone(),
-                pass,
+                sums,
+                lanes: pass_lanes(sums),
+                is_first_and_last: (i == 0, i + 1 == passes.len()),
                 is_parallel,
             };
             block.multiply::<K>();
@@ -93,14 +80,19 @@ struct ColumnBlock<'a, T, Out> {
     factors: &'a [Factors<'a, T>],
     target: &'a Target<'a, Out>,
     cols: Range<usize>,
-    pass: Sweep<'a>,
+    /// Those of this packing.
+    sums: &'a [Sum],
+    /// Lanes along `k` of all of them.
+    lanes: usize,
+    /// Whether these are the first sums of the columns, and the last.
+    is_first_and_last: (bool, bool),
     is_parallel: bool,
 }
 
 impl<T: Element, Out: Element> ColumnBlock<'_, T, Out> {
     /// Lines of a panel, for each of the [`LANES`] vectors it has.
     fn panel_lines<K: Kernel>(&self, width: usize) -> usize {
-        self.pass.lanes * width.div_ceil(LANES) * K::Format::PARTS
+        self.lanes * width.div_ceil(LANES) * K::Format::PARTS
     }
 
     /// Where the lanes of a sum begin in a panel.
@@ -110,10 +102,8 @@ impl<T: Element, Out: Element> ColumnBlock<'_, T, Out> {
 
     fn layout<K: Kernel>(&self, sum: &Sum, width: usize, by_vectors: bool) -> Layout {
         Layout {
-            width,
-            by_vectors,
-            lanes: sum.lanes,
             stride: self.panel_lines::<K>(width),
+            ..Layout::new::<K::Format>(sum.lanes, width, by_vectors)
         }
     }
 
@@ -131,12 +121,12 @@ impl<T: Element, Out: Element> ColumnBlock<'_, T, Out> {
             self.pack_rhs::<K>(cols, lines);
         });
         let rhs = &*rhs;
-        let num_panels = self.target.rows().div_ceil(K::ROWS);
+        let num_panels = self.target.out.rows.div_ceil(K::ROWS);
         let num_tasks = self.num_tasks::<K>(num_panels);
         self.for_each(num_tasks, |task| {
             let start = task * num_panels / num_tasks * K::ROWS;
             let end = (task + 1) * num_panels / num_tasks * K::ROWS;
-            let rows = start..end.min(self.target.rows());
+            let rows = start..end.min(self.target.out.rows);
             self.multiply_rows::<K, false>(rows, self.cols.clone(), rhs);
         });
     }
@@ -156,14 +146,14 @@ impl<T: Element, Out: Element> ColumnBlock<'_, T, Out> {
             let cols = column(panels.start)..column(panels.end);
             let mut rhs = Lines::new(self.num_to_pack(panels.len()) * panel_lines);
             self.pack_rhs::<K>(cols.clone(), &mut rhs);
-            self.multiply_rows::<K, true>(0..self.target.rows(), cols, &rhs);
+            self.multiply_rows::<K, true>(0..self.target.out.rows, cols, &rhs);
         });
     }
 
     /// Panels of the right matrix to pack: these, or none if all sums have theirs already.
     fn num_to_pack(&self, num_panels: usize) -> usize {
         let has_panels = |sum: &Sum| self.factors[sum.factors].panels.is_some();
-        match self.pass.sums.iter().all(has_panels) {
+        match self.sums.iter().all(has_panels) {
             true => 0,
             false => num_panels,
         }
@@ -174,7 +164,7 @@ impl<T: Element, Out: Element> ColumnBlock<'_, T, Out> {
         if lines.is_empty() {
             return;
         }
-        for sum in self.pass.sums {
+        for sum in self.sums {
             if self.factors[sum.factors].panels.is_some() {
                 continue;
             }
@@ -195,7 +185,7 @@ impl<T: Element, Out: Element> ColumnBlock<'_, T, Out> {
 
     /// Whether whole panels of the left matrix need not be packed.
     fn reads_rows<K: Kernel>(&self) -> bool {
-        let mut sums = self.pass.sums.iter();
+        let mut sums = self.sums.iter();
         sums.all(|sum| self.rows_in_place::<K>(sum, 0).is_some())
     }
 
@@ -247,7 +237,7 @@ impl<T: Element, Out: Element> ColumnBlock<'_, T, Out> {
     ) {
         let panel_lines = self.panel_lines::<K>(K::ROWS);
         let starts = || rows.clone().step_by(K::ROWS);
-        let sums = self.pass.sums;
+        let sums = self.sums;
         let is_in_place = |row: &usize| {
             let mut sums = sums.iter();
             sums.all(|sum| self.rows_in_place::<K>(sum, *row).is_some())
@@ -298,7 +288,7 @@ impl<T: Element, Out: Element> ColumnBlock<'_, T, Out> {
         let mut tiles = Lines::new(num_tiles * tile_lines);
         let place_of =
             |tile: usize| tile % num_tiles * tile_lines..(tile % num_tiles + 1) * tile_lines;
-        let store = (self.target).storing((self.pass.is_first, self.pass.is_last));
+        let store = (self.target).storing(self.is_first_and_last);
         let mut pending: Option<Pending<'_, Out>> = None;
         // SAFETY: the processor has what the kernel needs; nothing between here and the end leaves this thread.
         unsafe { K::begin() };

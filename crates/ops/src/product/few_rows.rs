@@ -8,6 +8,7 @@ use super::matrix::Matrix;
 use crate::cpu::element::Element;
 use crate::cpu::lines::{LANES, Line, Lines, floats, floats_mut, prefetch};
 use crate::cpu::vector::{Kernel, Vector, run_widest};
+use candle_core::DType;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -112,7 +113,7 @@ impl<'a, T> Floats<'a, T> {
 }
 
 impl<T: Element> WeightRows for Floats<'_, T> {
-    const ARE_UNPACKED: bool = !T::IS_F32;
+    const ARE_UNPACKED: bool = !matches!(T::DTYPE, DType::F32);
 
     fn row_bytes(&self) -> usize {
         self.len * size_of::<T>()

@@ -8,8 +8,6 @@ pub(crate) mod amx;
 pub(crate) mod blocks;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod caches;
-#[cfg(all(test, target_arch = "x86_64"))]
-pub(crate) mod emulated;
 pub(crate) mod factors;
 pub(crate) mod few_rows;
 #[cfg(target_arch = "x86_64")]

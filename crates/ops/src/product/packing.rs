@@ -56,6 +56,16 @@ pub(super) struct Terms;
 pub(super) struct Pairs<const PARTS: usize>;
 
 impl Layout {
+    /// Panels of all parts of so many lanes, one after the other.
+    pub(super) fn new<F: Format>(lanes: usize, width: usize, by_vectors: bool) -> Self {
+        Self {
+            width,
+            by_vectors,
+            lanes,
+            stride: lanes * width.div_ceil(LANES) * F::PARTS,
+        }
+    }
+
     /// Lines of a panel for each part of the values.
     pub(super) fn part_lines(&self) -> usize {
         self.lanes * self.width.div_ceil(LANES)
@@ -75,19 +85,8 @@ impl Layout {
         }
     }
 
-    /// The line of a lane of one vector, and its place there.
-    #[cfg(test)]
-    pub(super) fn lane(&self, vector: usize, lane: usize) -> (usize, usize) {
-        let in_group = vector % self.width % LANES;
-        let (first, step) = self.place(vector - in_group, lane / LANES * LANES);
-        match self.by_vectors {
-            true => (first + in_group * step, lane % LANES),
-            false => (first + lane % LANES * step, in_group),
-        }
-    }
-
     /// The line from which, and the step by which, the block of 16 vectors by 16 lanes is stored.
-    fn place(&self, vector: usize, lane: usize) -> (usize, usize) {
+    pub(super) fn place(&self, vector: usize, lane: usize) -> (usize, usize) {
         let (sub, subs) = (vector % self.width / LANES, self.width.div_ceil(LANES));
         let panel = vector / self.width * self.stride;
         match self.by_vectors {

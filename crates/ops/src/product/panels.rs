@@ -80,7 +80,7 @@ impl Panels {
         let is_parallel = self.num_k * self.cols * COLS > PARALLEL_MULTIPLICATIONS;
         let mut lines = &mut *self.lines;
         for sum in sums_of::<K>(self.num_k) {
-            let layout = layout::<K>(&sum);
+            let layout = Layout::new::<K::Format>(sum.lanes, COLS, false);
             let (of_sum, rest) = lines.split_at_mut(num_panels * layout.stride);
             lines = rest;
             let pack = |(task, lines): (usize, &mut [Line])| {
@@ -99,20 +99,11 @@ impl Panels {
 
     /// The panel of columns from `col` on, a multiple of [`COLS`], of a sum of the kernel that these are for.
     pub(super) fn panel<K: Kernel>(&self, sum: &Sum, col: usize) -> Panel<'_> {
-        let layout = layout::<K>(sum);
+        let layout = Layout::new::<K::Format>(sum.lanes, COLS, false);
         // All sums but the last are of whole lanes.
         let before = sum.k.start / K::Format::TERMS * lane_lines::<K>();
         let first = self.cols.div_ceil(COLS) * before + col / COLS * layout.stride;
         layout.lanes_of(&self.lines[first..], 0, sum.lanes)
-    }
-}
-
-fn layout<K: Kernel>(sum: &Sum) -> Layout {
-    Layout {
-        width: COLS,
-        by_vectors: false,
-        lanes: sum.lanes,
-        stride: sum.lanes * lane_lines::<K>(),
     }
 }
 

@@ -12,7 +12,7 @@ use super::matrix::{Addend, Matrix, MatrixMut, PARALLEL_MULTIPLICATIONS, SUM_LEN
 use crate::cpu::chunks::for_each_chunk;
 use crate::cpu::element::Element;
 use crate::cpu::filled::zeros;
-use crate::cpu::half_precision::widened;
+use crate::cpu::half_precision::{add_values, widened};
 use candle_core::{CpuStorageRef, DType};
 use gemm::Parallelism;
 use std::borrow::Cow;
@@ -35,12 +35,6 @@ unsafe impl<T: Send> Sync for SendPtr<T> {}
 impl<T> SendPtr<T> {
     fn get(&self) -> *mut T {
         self.0
-    }
-}
-
-fn add_values<T: Element>(sums: &mut [f32], values: &[T]) {
-    for (sum, value) in sums.iter_mut().zip(values) {
-        *sum += value.widen();
     }
 }
 

@@ -25,13 +25,7 @@ fn num_lanes<K: Kernel>(num_k: usize) -> usize {
 }
 
 fn layout<K: Kernel>(num_k: usize, width: usize, by_vectors: bool) -> Layout {
-    let lanes = num_lanes::<K>(num_k);
-    Layout {
-        width,
-        by_vectors,
-        lanes,
-        stride: lanes * width.div_ceil(LANES) * K::Format::PARTS,
-    }
+    Layout::new::<K::Format>(num_lanes::<K>(num_k), width, by_vectors)
 }
 
 impl<K: Kernel> SmallProducts for Small<K> {

@@ -8,7 +8,7 @@ use crate::cpu::half_precision::by_half_precision;
 use crate::cpu::vectorised::vectorised;
 use crate::host::in_place::{storage_address, try_write, write};
 use crate::host::on_cuda::on_cuda;
-use crate::host::values::HostF32;
+use crate::host::values::Host;
 use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -101,60 +101,49 @@ pub fn adamw(
             decay_factor: slot.decay_factor(constants),
             ..*constants
         };
-        buffers.part(slot)?.step(slot, &constants)?;
+        step_of_slot(buffers, slot, &constants)?;
     }
     Ok(())
 }
 
-/// A slot's part of the buffers.
-struct Part {
-    master: Option<Tensor>,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-}
-
-impl Part {
-    fn step(&self, slot: &AdamWSlot<'_>, constants: &AdamWConstants) -> Result<()> {
-        let grad = HostF32::new(NAME, "grad", &self.grad)?;
-        let (grad, len) = (grad.read(), slot.len());
-        try_write::<f32>(NAME, "exp_avg", &self.exp_avg, len, |m| {
-            try_write::<f32>(NAME, "exp_avg_sq", &self.exp_avg_sq, len, |v| {
-                let Some(master) = &self.master else {
-                    return write::<f32>(NAME, "weights", slot.weights, len, |weights| {
-                        step::<bf16>([weights, m, v], None, &grad, constants);
-                    });
-                };
-                if master.dtype() == DType::I16 {
-                    return try_write::<i16>(NAME, "master", master, len, |remainders| {
-                        write::<bf16>(NAME, "weights", slot.weights, len, |weights| {
-                            step_split(weights, remainders, [m, v], &grad, constants);
-                        })
-                    });
-                }
-                try_write::<f32>(NAME, "master", master, len, |master| {
-                    by_half_precision!(NAME, "weights", slot.weights, T =>
-                        write::<T>(NAME, "weights", slot.weights, len, |weights| {
-                            step([master, m, v], Some(weights), &grad, constants);
-                        })
-                    )
-                })
+/// On a slot's part of the buffers.
+fn step_of_slot(
+    buffers: &AdamWBuffers<'_>,
+    slot: &AdamWSlot<'_>,
+    constants: &AdamWConstants,
+) -> Result<()> {
+    let len = slot.len();
+    let part = |buffer: &Tensor| buffer.narrow(0, slot.start, len);
+    let master = buffers.master.map(part).transpose()?;
+    let (exp_avg, exp_avg_sq) = (part(buffers.exp_avg)?, part(buffers.exp_avg_sq)?);
+    let grad = Host::<f32>::new(NAME, "grad", &part(buffers.grad)?)?;
+    let grad = grad.read();
+    try_write::<f32>(NAME, "exp_avg", &exp_avg, len, |m| {
+        try_write::<f32>(NAME, "exp_avg_sq", &exp_avg_sq, len, |v| {
+            let Some(master) = &master else {
+                return write::<f32>(NAME, "weights", slot.weights, len, |weights| {
+                    step::<bf16>([weights, m, v], None, &grad, constants);
+                });
+            };
+            if master.dtype() == DType::I16 {
+                return try_write::<i16>(NAME, "master", master, len, |remainders| {
+                    write::<bf16>(NAME, "weights", slot.weights, len, |weights| {
+                        step_split(weights, remainders, [m, v], &grad, constants);
+                    })
+                });
+            }
+            try_write::<f32>(NAME, "master", master, len, |master| {
+                by_half_precision!(NAME, "weights", slot.weights, T =>
+                    write::<T>(NAME, "weights", slot.weights, len, |weights| {
+                        step([master, m, v], Some(weights), &grad, constants);
+                    })
+                )
             })
         })
-    }
+    })
 }
 
 impl AdamWBuffers<'_> {
-    fn part(&self, slot: &AdamWSlot<'_>) -> Result<Part> {
-        let part = |buffer: &Tensor| buffer.narrow(0, slot.start, slot.len());
-        Ok(Part {
-            master: self.master.map(part).transpose()?,
-            exp_avg: part(self.exp_avg)?,
-            exp_avg_sq: part(self.exp_avg_sq)?,
-            grad: part(self.grad)?,
-        })
-    }
-
     fn check(&self, slots: &[AdamWSlot<'_>]) -> Result<()> {
         let len = self.exp_avg.elem_count();
         let buffers = [

@@ -97,7 +97,9 @@ fn in_sources() -> Signatures {
             kernels.clone().count(),
             "{file}: a kernel is not declared as the others are"
         );
-        let by_macro = kernels.clone().filter(|kernel| kernel.contains("##SUFFIX("));
+        let by_macro = kernels
+            .clone()
+            .filter(|kernel| kernel.contains("##SUFFIX("));
         assert_eq!(
             source.matches("FOR_EACH_TYPE(KERNEL)").count(),
             by_macro.count(),

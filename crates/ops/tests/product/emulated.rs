@@ -1,13 +1,13 @@
 //! What tiles of AMX compute, by instructions that every processor has: the definition that tests compare with, bit by bit.
 
-use super::amx::{STEP_LINES, products};
-use super::kernel::{COLS, ROW_LINES};
-use super::matrix::Matrix;
-use super::packing::{Format, Layout, Pairs, Panel};
 use crate::cpu::element::Element;
 use crate::cpu::lines::{LANES, Line};
 use crate::cpu::processor::has_avx512_bf16;
 use crate::cpu::vectorised::vectorised;
+use crate::product::amx::{STEP_LINES, products};
+use crate::product::kernel::{COLS, ROW_LINES};
+use crate::product::matrix::Matrix;
+use crate::product::packing::{Format, Layout, Pairs, Panel};
 use half::bf16;
 use std::ops::Range;
 
@@ -34,7 +34,7 @@ impl<const PARTS: usize> Format for TilePairs<PARTS> {
         };
         for vector in vectors.clone() {
             for lane in 0..layout.lanes {
-                let (line, place) = layout.lane(vector - vectors.start, lane);
+                let (line, place) = place_of(layout, vector - vectors.start, lane);
                 let k = [0, 1]
                     .map(|term| k.start + lane * Self::TERMS + term)
                     .map(|at| k.contains(&at).then_some(at));
@@ -47,6 +47,16 @@ impl<const PARTS: usize> Format for TilePairs<PARTS> {
                 }
             }
         }
+    }
+}
+
+/// The line of a lane of one vector, and its place there.
+fn place_of(layout: Layout, vector: usize, lane: usize) -> (usize, usize) {
+    let in_group = vector % layout.width % LANES;
+    let (first, step) = layout.place(vector - in_group, lane / LANES * LANES);
+    match layout.by_vectors {
+        true => (first + in_group * step, lane % LANES),
+        false => (first + lane % LANES * step, in_group),
     }
 }
 
@@ -69,7 +79,7 @@ fn numbers(lane: u32) -> [f32; 2] {
     [lane << 16, lane & 0xffff_0000].map(|bits| normal(f32::from_bits(bits)))
 }
 
-/// What [`Amx`](super::Amx) computes, of as many rows as count.
+/// What [`Amx`](crate::product::amx::Amx) computes, of as many rows as count.
 pub(super) fn multiply<const PARTS: usize>(
     sums: &mut [Line],
     row_lines: usize,
