@@ -5,7 +5,7 @@ use candle_parallel::gguf::{GgmlDType, GgufContent, GgufMetadata, GgufTensor, Ro
 
 use crate::config::ModelConfig;
 use crate::gguf_type::GgufType;
-use crate::rope_kind::RopeKind;
+use crate::rope_kind::{RopeKind, yarn_attention_factor};
 
 /// What the blocks of a file are quantised by.
 const QUANTIZATION_VERSION: usize = 2;
@@ -118,7 +118,8 @@ impl ModelConfig {
                 },
             });
         };
-        let (hidden, head_dim) = (self.hidden_size, self.head_dim);
+        let (hidden, inner) = (self.hidden_size, self.intermediate_size);
+        let head_dim = self.head_dim;
         let queries = self.num_attention_heads * head_dim;
         let keys = self.num_key_value_heads * head_dim;
         let of_norm = match self.norm_adds_one {
@@ -144,50 +145,31 @@ impl ModelConfig {
                 norm("attn_q_norm", "self_attn.q_norm", head_dim);
                 norm("attn_k_norm", "self_attn.k_norm", head_dim);
             }
+            let up = (inner, hidden, self.mlp_bias, RowChange::None);
             let shapes = [
                 (queries, hidden, self.qkv_bias, of_heads),
                 (keys, hidden, self.qkv_bias, of_heads),
                 (keys, hidden, self.qkv_bias, RowChange::None),
                 (hidden, queries, self.o_bias, RowChange::None),
-                (
-                    self.intermediate_size,
-                    hidden,
-                    self.mlp_bias,
-                    RowChange::None,
-                ),
-                (
-                    self.intermediate_size,
-                    hidden,
-                    self.mlp_bias,
-                    RowChange::None,
-                ),
-                (
-                    hidden,
-                    self.intermediate_size,
-                    self.mlp_bias,
-                    RowChange::None,
-                ),
+                up,
+                up,
+                (hidden, inner, self.mlp_bias, RowChange::None),
             ];
             for ((weight, name), (num_out, num_in, has_bias, change)) in
                 PROJECTIONS.iter().zip(shapes)
             {
-                let (name, weight) = (format!("{block}.{name}"), format!("{module}.{weight}"));
+                let mut of_layer = |part: &str, shape: &[usize]| {
+                    let (name, weight) = (
+                        format!("{block}.{name}.{part}"),
+                        format!("{module}.{weight}.{part}"),
+                    );
+                    add(name, weight, shape, change);
+                };
                 if has_bias {
                     // A column, of which each value goes with its row.
-                    add(
-                        format!("{name}.bias"),
-                        format!("{weight}.bias"),
-                        &[num_out],
-                        change,
-                    );
+                    of_layer("bias", &[num_out]);
                 }
-                let shape = [num_out, num_in];
-                add(
-                    format!("{name}.weight"),
-                    format!("{weight}.weight"),
-                    &shape,
-                    change,
-                );
+                of_layer("weight", &[num_out, num_in]);
             }
         }
         let (name, weight) = ("output_norm.weight", "model.norm.weight");
@@ -215,14 +197,8 @@ impl ModelConfig {
         let RopeKind::Llama3 { .. } = self.rope else {
             return None;
         };
-        let frequencies = |kind: RopeKind| {
-            kind.frequencies(
-                self.rope_theta,
-                self.head_dim,
-                1,
-                self.max_position_embeddings,
-            )
-        };
+        let (max, head_dim) = (self.max_position_embeddings, self.head_dim);
+        let frequencies = |kind: RopeKind| kind.frequencies(self.rope_theta, head_dim, 1, max);
         let default = frequencies(RopeKind::Default);
         let scaled = frequencies(self.rope);
         let factors = default.iter().zip(&scaled);
@@ -279,21 +255,13 @@ impl ModelConfig {
                 let original = original_max_position_embeddings;
                 metadata.set_count(key("original_context_length"), original);
                 // llama.cpp multiplies by that of the paper itself.
-                let own = attention_factor / yarn_attention_factor(factor);
+                let own = attention_factor / yarn_attention_factor(factor, 1.0);
                 if (own - 1.0).abs() > 1e-6 {
                     metadata.set_number(key("attn_factor"), own);
                 }
             }
             _ => {}
         }
-    }
-}
-
-/// The paper's factor of cosines and sines (arXiv:2309.00071, equation 22).
-fn yarn_attention_factor(factor: f64) -> f64 {
-    match factor > 1.0 {
-        true => 0.1 * factor.ln() + 1.0,
-        false => 1.0,
     }
 }
 

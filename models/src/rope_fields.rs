@@ -4,7 +4,7 @@ use candle_core::{Error, Result, bail};
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::rope_kind::RopeKind;
+use crate::rope_kind::{RopeKind, yarn_attention_factor};
 
 #[derive(Deserialize)]
 #[serde(expecting = "an object")]
@@ -83,10 +83,7 @@ impl RopeFields {
         let given = |number: Option<f64>| number.filter(|number| *number != 0.0);
         let longer = max_positions as f64 / original_max_position_embeddings as f64;
         let factor = self.factor.unwrap_or(longer);
-        let scale = |mscale: f64| match factor > 1.0 {
-            true => 0.1 * mscale * factor.ln() + 1.0,
-            false => 1.0,
-        };
+        let scale = |mscale: f64| yarn_attention_factor(factor, mscale);
         let attention_factor = match (given(self.mscale), given(self.mscale_all_dim)) {
             (Some(mscale), Some(all_dim)) => scale(mscale) / scale(all_dim),
             _ => scale(1.0),

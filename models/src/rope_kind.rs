@@ -51,6 +51,14 @@ pub enum RopeKind {
     },
 }
 
+/// YaRN's factor of cosines and sines (arXiv:2309.00071, equation 22), where `mscale` is 1; its logarithm times `mscale`.
+pub(crate) fn yarn_attention_factor(factor: f64, mscale: f64) -> f64 {
+    match factor > 1.0 {
+        true => 0.1 * mscale * factor.ln() + 1.0,
+        false => 1.0,
+    }
+}
+
 impl RopeKind {
     /// Frequency of each pair of a head, in radians per position, for sequences of `t` tokens.
     pub(crate) fn frequencies(
@@ -136,22 +144,17 @@ impl RopeKind {
     }
 
     pub(crate) fn max_seq_len(&self, max_position_embeddings: usize) -> usize {
-        match *self {
-            Self::Dynamic { .. } => usize::MAX,
-            Self::Linear { factor } => {
-                let scaled = factor * max_position_embeddings as f64;
-                max_position_embeddings.max(scaled as usize)
-            }
+        let (factor, original) = match *self {
+            Self::Dynamic { .. } => return usize::MAX,
+            Self::Linear { factor } => (factor, max_position_embeddings),
             Self::Yarn {
                 factor,
                 original_max_position_embeddings,
                 ..
-            } => {
-                let scaled = factor * original_max_position_embeddings as f64;
-                max_position_embeddings.max(scaled as usize)
-            }
-            _ => max_position_embeddings,
-        }
+            } => (factor, original_max_position_embeddings),
+            _ => return max_position_embeddings,
+        };
+        max_position_embeddings.max((factor * original as f64) as usize)
     }
 
     /// An error that names a number that makes no sense.

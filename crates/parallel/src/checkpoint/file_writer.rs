@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Error, Result, Tensor};
 use candle_gguf::Weights;
 
 use super::plan::{Content, PlannedFile, PlannedTensor};
-use super::save_failure::SaveFailure;
+use super::save_failure::{SaveFailure, SaveResult};
 use super::tensor_file::TensorFile;
 use crate::files::Checkpoint;
 
@@ -30,7 +30,7 @@ impl FileWriter {
         place: &Path,
         file: &PlannedFile,
         num_written_bytes: Arc<AtomicU64>,
-    ) -> std::result::Result<Self, SaveFailure> {
+    ) -> SaveResult<Self> {
         let path = place.join(&file.name);
         let header = file.header().map_err(SaveFailure::Weights)?;
         match TensorFile::create(&staged.join(&file.name), &header, num_written_bytes) {
@@ -40,11 +40,7 @@ impl FileWriter {
     }
 
     /// Adds the next tensor of the plan, which lies in `source`.
-    pub fn copy(
-        &mut self,
-        tensor: &PlannedTensor,
-        source: Option<&Checkpoint>,
-    ) -> std::result::Result<(), SaveFailure> {
+    pub fn copy(&mut self, tensor: &PlannedTensor, source: Option<&Checkpoint>) -> SaveResult {
         match (&tensor.content, source) {
             (Content::Stored(name, Some(dtype)), Some(source)) => {
                 let read = |rows| source.rows(name, &tensor.shape, rows);
@@ -63,11 +59,7 @@ impl FileWriter {
     }
 
     /// Adds the next tensor of the plan, whose values are here.
-    pub fn write(
-        &mut self,
-        tensor: &PlannedTensor,
-        values: &Tensor,
-    ) -> std::result::Result<(), SaveFailure> {
+    pub fn write(&mut self, tensor: &PlannedTensor, values: &Tensor) -> SaveResult {
         if values.dims() != tensor.shape {
             return Err(SaveFailure::Weights(Error::msg(format!(
                 "{:?} was gathered for tensor {}; expected shape {:?}",
@@ -88,7 +80,7 @@ impl FileWriter {
         dtype: DType,
         at_once: usize,
         read: impl Fn(Range<usize>) -> Result<Vec<f32>>,
-    ) -> std::result::Result<(), SaveFailure> {
+    ) -> SaveResult {
         let width = tensor.shape.last().copied().unwrap_or(1);
         let num_rows = tensor.shape.iter().rev().skip(1).product();
         let rows_at_once = (at_once / width.max(1)).max(1);
@@ -102,11 +94,7 @@ impl FileWriter {
         Ok(())
     }
 
-    fn write_values(
-        &mut self,
-        name: &str,
-        values: &Tensor,
-    ) -> std::result::Result<(), SaveFailure> {
+    fn write_values(&mut self, name: &str, values: &Tensor) -> SaveResult {
         let written = (self.out)
             .write_values(values)
             .map_err(SaveFailure::Weights)?;
@@ -128,7 +116,7 @@ impl FileWriter {
         }
     }
 
-    pub fn finish(self) -> std::result::Result<(), SaveFailure> {
+    pub fn finish(self) -> SaveResult {
         let path = self.path;
         let finished = self.out.finish();
         (finished.map(drop)).map_err(|err| SaveFailure::at(&path, err))

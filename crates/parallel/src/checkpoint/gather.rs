@@ -80,9 +80,8 @@ pub fn gather_full(
 /// What `holder`, this rank, owns of its local values, if it holds it.
 fn own_part(param: &Param, local: &Tensor, holder: &Holder) -> Result<Option<Tensor>> {
     match param.shard() {
-        None => Ok(Some(local.clone())),
-        // Of a parameter without values.
-        Some(_) if holder.range.is_empty() => Ok(Some(local.clone())),
-        Some(_) => param.narrow(local, &holder.range),
+        // The range is empty of a parameter without values.
+        Some(_) if !holder.range.is_empty() => param.narrow(local, &holder.range),
+        _ => Ok(Some(local.clone())),
     }
 }

@@ -106,13 +106,17 @@ impl HfSave {
     /// # Errors
     /// As [`Self::num_bytes`].
     pub fn space_need(&self, params: &Parameters) -> Result<SpaceNeed> {
-        self.space_of(&self.plan(params)?)
+        let anywhere = vec![SaveSource::default(); params.catalog().len()];
+        let model = SavedModel::of(params, &anywhere);
+        self.space_of(&SavePlan::new(&model, self.dtype, self.max_file_bytes)?)
     }
 
     pub(super) fn space_of(&self, plan: &SavePlan) -> Result<SpaceNeed> {
+        let sidecars = self.sidecars.iter();
+        let sidecars = sidecars.map(|(_, content)| content.len() as u64);
         Ok(SpaceNeed {
             folder: self.output.path().to_path_buf(),
-            num_bytes: self.num_bytes_of(plan)?,
+            num_bytes: plan.num_bytes()? + sidecars.sum::<u64>(),
             what: "the model",
         })
     }
@@ -122,21 +126,7 @@ impl HfSave {
     /// # Errors
     /// Tensors that cannot be saved.
     pub fn num_bytes(&self, params: &Parameters) -> Result<u64> {
-        self.num_bytes_of(&self.plan(params)?)
-    }
-
-    fn plan(&self, params: &Parameters) -> Result<SavePlan> {
-        let anywhere = vec![SaveSource::default(); params.catalog().len()];
-        let model = SavedModel::of(params, &anywhere);
-        SavePlan::new(&model, self.dtype, self.max_file_bytes)
-    }
-
-    fn num_bytes_of(&self, plan: &SavePlan) -> Result<u64> {
-        let sidecars = self
-            .sidecars
-            .iter()
-            .map(|(_, content)| content.len() as u64);
-        Ok(plan.num_bytes()? + sidecars.sum::<u64>())
+        Ok(self.space_need(params)?.num_bytes)
     }
 
     /// An error if `place` holds anything that must not be replaced; `sources` are where the parameters came from.

@@ -5,7 +5,7 @@ use candle_core::Result;
 use super::hf_save::HfSave;
 use super::plan::{Content, PlannedTensor, SavePlan};
 use super::save::save_rows;
-use super::weights::MergedModel;
+use super::weights::{MergedModel, WEIGHT};
 use crate::files::Checkpoint;
 use crate::lora::Adapter;
 
@@ -47,7 +47,6 @@ pub fn merge_adapter(model: &Checkpoint, adapter: &Adapter, save: &HfSave) -> Re
     Ok(merged.num_layers())
 }
 
-const WEIGHT: &str = ".weight";
 const BIAS: &str = ".bias";
 
 /// Whether a tensor is a parameter of a layer by its name.

@@ -15,7 +15,7 @@ use super::hf_save::HfSave;
 use super::output_folder::ClaimedFolder;
 use super::plan::{Content, PlannedFile, SavePlan};
 use super::run_file::{RUN_FILE, RunFile};
-use super::save_failure::SaveFailure;
+use super::save_failure::{SaveFailure, SaveResult};
 use super::saved_model::{ParamRecord, SavedModel};
 use super::staged_folder::StagedFolder;
 use crate::files::{Checkpoint, INDEX_FILE, check_free_space};
@@ -101,7 +101,7 @@ fn write(
     plan: &SavePlan,
     save: &HfSave,
     gather: impl Fn(&str, DType) -> Result<Option<Tensor>>,
-) -> Result<std::result::Result<(), SaveFailure>> {
+) -> Result<SaveResult> {
     // After an error rank 0 goes on receiving, so that the other ranks are not left waiting, and writes no more.
     let mut folder = (mesh.world.rank() == 0)
         .then(|| Folder::create(save, params.source_dirs()))
@@ -176,10 +176,7 @@ pub(super) struct Folder<'a> {
 
 impl<'a> Folder<'a> {
     /// `sources` are where the parameters came from.
-    pub fn create(
-        save: &'a HfSave,
-        sources: Vec<&'a Path>,
-    ) -> std::result::Result<Self, SaveFailure> {
+    pub fn create(save: &'a HfSave, sources: Vec<&'a Path>) -> SaveResult<Self> {
         let claimed = save.output.claim().map_err(SaveFailure::Folder)?;
         let checked = save.check_replaceable(claimed.place(), &sources);
         checked.map_err(SaveFailure::Folder)?;
@@ -193,13 +190,13 @@ impl<'a> Folder<'a> {
         })
     }
 
-    pub fn file(&self, file: &PlannedFile) -> std::result::Result<FileWriter, SaveFailure> {
+    pub fn file(&self, file: &PlannedFile) -> SaveResult<FileWriter> {
         let (staged, place) = (self.staged.path(), self.claimed.place());
         FileWriter::create(staged, place, file, self.save.num_written_bytes.clone())
     }
 
     /// Writes the small files and gives the folder its name.
-    pub fn finish(self, plan: &SavePlan) -> std::result::Result<(), SaveFailure> {
+    pub fn finish(self, plan: &SavePlan) -> SaveResult {
         let place = self.claimed.place();
         let index = plan.index().map(|index| serde_json::to_vec_pretty(&index));
         let index = index
@@ -251,6 +248,6 @@ impl DistributedOptimizer {
     /// # Errors
     /// As [`save_hf`](crate::checkpoint::save_hf).
     pub fn save_hf(&self, save: &HfSave) -> Result<()> {
-        save_with_masters(self.params(), self.mesh(), save, |index| self.master(index))
+        save_with_masters(&self.params, &self.mesh, save, |index| self.master(index))
     }
 }

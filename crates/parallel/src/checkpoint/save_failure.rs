@@ -5,6 +5,8 @@ use std::path::Path;
 use candle_comm::{Mesh, message_of};
 use candle_core::{Error, Result};
 
+pub(super) type SaveResult<T = ()> = std::result::Result<T, SaveFailure>;
+
 /// What stopped a save that all ranks took part in to its end.
 #[derive(Debug)]
 pub(super) enum SaveFailure {
@@ -26,10 +28,7 @@ impl SaveFailure {
     }
 
     /// What rank 0 says, on every rank.
-    pub fn agree(
-        own: std::result::Result<(), Self>,
-        mesh: &Mesh,
-    ) -> Result<std::result::Result<(), Self>> {
+    pub fn agree(own: SaveResult, mesh: &Mesh) -> Result<SaveResult> {
         let said = match &own {
             Ok(()) => String::new(),
             Err(Self::Folder(err)) => format!("f{}", message_of(err)),

@@ -69,7 +69,7 @@ pub struct MergedModel<'a> {
     modules: BTreeSet<String>,
 }
 
-const WEIGHT: &str = ".weight";
+pub(super) const WEIGHT: &str = ".weight";
 
 impl<'a> MergedModel<'a> {
     /// The two together.

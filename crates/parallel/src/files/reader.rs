@@ -165,13 +165,11 @@ impl Checkpoint {
                 map.len()
             ))
         };
-        let (header_len, _) = SafeTensors::read_metadata(&map).map_err(|err| fail(&err))?;
         let tensors = SafeTensors::deserialize(&map).map_err(|err| fail(&err))?;
         let file = self.maps.len();
         let base = map.as_ptr() as usize;
         for (name, view) in tensors.iter() {
             let start = view.data().as_ptr() as usize - base;
-            debug_assert!(start >= header_len);
             let entry = TensorEntry {
                 shape: view.shape().to_vec(),
                 dtype: view.dtype(),
@@ -346,21 +344,15 @@ impl Checkpoint {
 }
 
 pub(crate) fn decode(dtype: DType, bytes: &[u8], values: &mut [f32]) {
+    fn each<const N: usize>(bytes: &[u8], values: &mut [f32], value: impl Fn([u8; N]) -> f32) {
+        let (bytes, _) = bytes.as_chunks();
+        for (place, bytes) in values.iter_mut().zip(bytes) {
+            *place = value(*bytes);
+        }
+    }
     match dtype {
-        DType::F16 => {
-            for (value, b) in values.iter_mut().zip(bytes.chunks_exact(2)) {
-                *value = f16::from_le_bytes([b[0], b[1]]).to_f32();
-            }
-        }
-        DType::BF16 => {
-            for (value, b) in values.iter_mut().zip(bytes.chunks_exact(2)) {
-                *value = bf16::from_le_bytes([b[0], b[1]]).to_f32();
-            }
-        }
-        _ => {
-            for (value, b) in values.iter_mut().zip(bytes.chunks_exact(4)) {
-                *value = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-            }
-        }
+        DType::F16 => each(bytes, values, |b| f16::from_le_bytes(b).to_f32()),
+        DType::BF16 => each(bytes, values, |b| bf16::from_le_bytes(b).to_f32()),
+        _ => each(bytes, values, f32::from_le_bytes),
     }
 }

@@ -180,16 +180,12 @@ fn targets(file: &Map<String, Value>, modules: &BTreeSet<String>) -> LoraTargets
 pub(crate) fn to_json(config: &LoraConfig, modules: &BTreeSet<&str>) -> Result<Vec<u8>> {
     let targets: BTreeSet<&str> = match &config.targets {
         LoraTargets::Names(names) => names.iter().map(String::as_str).collect(),
+        // The names of peft's own expansion: the last part of each layer's.
         LoraTargets::AllLinear => {
-            let last = |module: &&'_ str| module.rsplit('.').next().map(str::to_string);
-            // The names of peft's own expansion: the last part of each layer's.
-            return write(config, modules.iter().filter_map(last).collect());
+            let names = modules.iter();
+            names.filter_map(|name| name.rsplit('.').next()).collect()
         }
     };
-    write(config, targets.into_iter().map(str::to_string).collect())
-}
-
-fn write(config: &LoraConfig, targets: BTreeSet<String>) -> Result<Vec<u8>> {
     // peft's own writes whole numbers so.
     let alpha = match config.alpha.fract() == 0.0 && config.alpha < 1e15 {
         true => json!(config.alpha as u64),

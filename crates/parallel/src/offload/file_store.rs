@@ -19,13 +19,15 @@ use std::thread::JoinHandle;
 
 use bytemuck::{cast_slice, cast_slice_mut};
 use candle_comm::{allocate_for, allocated_of_rank, message_of};
-use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, WithDType, bail};
-use half::{bf16, f16};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::cpu_backend::CpuDevice;
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, DType, Device, Error, Result, Storage, Tensor, bail};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-use super::store::{Fetched, Kept};
+use super::store::{Fetched, Items, Kept, num_bytes_of};
 use crate::files::{SpaceNeed, is_in_memory, size_in_words};
-use crate::memory::{MemoryGuard, MemoryMeter, num_bytes as num_bytes_of};
+use crate::memory::{MemoryGuard, MemoryMeter, num_bytes};
 
 /// The items of one rank.
 pub(super) struct FileStore {
@@ -67,17 +69,9 @@ enum Request {
 
 /// For an item that is read.
 struct Room {
-    tensors: Vec<ReadValues>,
+    /// Of each tensor zeros, then its values.
+    tensors: Vec<CpuStorage>,
     held: MemoryGuard,
-}
-
-/// Room for the values of a tensor, zeros, then these.
-enum ReadValues {
-    F32(Vec<f32>),
-    Bf16(Vec<bf16>),
-    F16(Vec<f16>),
-    I16(Vec<i16>),
-    U8(Vec<u8>),
 }
 
 impl FileStore {
@@ -161,35 +155,12 @@ impl FileStore {
         }
     }
 
-    pub fn add(&self, item: Vec<(usize, DType)>) -> Result<usize> {
-        let mut io = self.io();
-        let bytes = item.iter().map(|(len, dtype)| len * dtype.size_in_bytes());
-        let num_bytes = bytes.sum();
-        check_space(&self.dir, num_bytes, self.what)?;
-        let start = io.end;
-        io.end += num_bytes as u64;
-        Ok(io.push(item, start))
-    }
-
-    pub fn view(&self, index: usize, part: Range<usize>) -> usize {
-        let mut io = self.io();
-        let dtype = io.kept.items[index].first().map(|(_, dtype)| *dtype);
-        let offset = part.start * dtype.map_or(0, |dtype| dtype.size_in_bytes());
-        let item = dtype.map(|dtype| (part.len(), dtype));
-        let start = io.starts[index] + offset as u64;
-        io.push(item.into_iter().collect(), start)
-    }
-
-    pub fn refit(&self, index: usize, item: &[(usize, DType)]) {
-        self.io().kept.items[index] = item.to_vec();
-    }
-
     fn ask(&self, io: &mut FileIo, index: usize) -> Result<()> {
         let tensors = io.kept.items[index].iter();
         let room = Room {
             held: io.kept.hold(index, &self.meter),
             tensors: tensors
-                .map(|&(len, dtype)| ReadValues::zeros(len, dtype))
+                .map(|&(len, dtype)| CpuDevice.zeros_impl(&len.into(), dtype))
                 .collect::<Result<_>>()?,
         };
         self.send(io, Request::Read(io.starts[index], room))?;
@@ -205,8 +176,33 @@ impl FileStore {
         let reply = io.replies.recv().map_err(|_| self.ended())?;
         Ok((index, reply?))
     }
+}
 
-    pub fn start_fetch(&self, index: usize) -> Result<()> {
+impl Items for FileStore {
+    fn add(&self, item: Vec<(usize, DType)>) -> Result<usize> {
+        let mut io = self.io();
+        let num_bytes = num_bytes_of(item.iter().copied());
+        check_space(&self.dir, num_bytes, self.what)?;
+        let start = io.end;
+        io.end += num_bytes as u64;
+        Ok(io.push(item, start))
+    }
+
+    fn view(&self, index: usize, part: Range<usize>) -> usize {
+        let mut io = self.io();
+        let dtype = io.kept.items[index].first().map(|(_, dtype)| *dtype);
+        let offset = part.start * dtype.map_or(0, |dtype| dtype.size_in_bytes());
+        let item = dtype.map(|dtype| (part.len(), dtype));
+        let start = io.starts[index] + offset as u64;
+        io.push(item.into_iter().collect(), start)
+    }
+
+    fn refit(&self, index: usize, item: &[(usize, DType)]) -> Result<()> {
+        self.io().kept.items[index] = item.to_vec();
+        Ok(())
+    }
+
+    fn start_fetch(&self, index: usize) -> Result<()> {
         let mut io = self.io();
         io.use_returned(index);
         if io.here.contains_key(&index) || io.asked.contains(&index) {
@@ -215,7 +211,7 @@ impl FileStore {
         self.ask(&mut io, index)
     }
 
-    pub fn fetch(&self, index: usize) -> Result<Fetched> {
+    fn fetch(&self, index: usize) -> Result<Fetched> {
         let mut io = self.io();
         io.use_returned(index);
         if !io.here.contains_key(&index) && !io.asked.contains(&index) {
@@ -241,11 +237,11 @@ impl FileStore {
         })
     }
 
-    pub fn keep(&self, index: usize, item: Fetched) {
+    fn keep(&self, index: usize, item: Fetched) {
         self.io().returned = Some((index, item));
     }
 
-    pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
+    fn store(&self, index: usize, item: Fetched) -> Result<()> {
         self.forget(index)?;
         let Fetched { tensors, held } = item;
         let tensors = tensors
@@ -259,8 +255,7 @@ impl FileStore {
         self.send(&io, Request::Write(io.starts[index], tensors))
     }
 
-    /// Waits until what was stored is written.
-    pub fn finish(&self) -> Result<()> {
+    fn finish(&self) -> Result<()> {
         let mut io = self.io();
         match io.behind.take() {
             Some(_held) => {
@@ -271,7 +266,7 @@ impl FileStore {
         }
     }
 
-    pub fn forget(&self, index: usize) -> Result<()> {
+    fn forget(&self, index: usize) -> Result<()> {
         let mut io = self.io();
         io.returned.take_if(|(returned, _)| *returned == index);
         while io.asked.contains(&index) {
@@ -370,9 +365,12 @@ impl Worker {
         let mut tensors = Vec::new();
         let mut num_bytes = 0;
         for mut values in room.tensors {
-            file.read_exact(values.bytes()).map_err(fail)?;
-            num_bytes += values.bytes().len();
-            tensors.push(values.into_tensor()?);
+            let bytes = bytes_of(&mut values)?;
+            file.read_exact(bytes).map_err(fail)?;
+            num_bytes += bytes.len();
+            let len = bytes.len() / values.dtype().size_in_bytes();
+            let (values, no_op) = (Storage::Cpu(values), BackpropOp::none());
+            tensors.push(Tensor::from_storage(values, len, no_op, false));
         }
         leave_cache(&self.file, start, num_bytes);
         Ok(Fetched {
@@ -391,7 +389,7 @@ impl Worker {
         }
         // What is not on the disk yet cannot leave the cache.
         self.file.sync_data().map_err(fail)?;
-        let num_bytes = tensors.iter().map(num_bytes_of).sum();
+        let num_bytes = tensors.iter().map(num_bytes).sum();
         leave_cache(&self.file, start, num_bytes);
         Ok(())
     }
@@ -429,42 +427,16 @@ fn leave_cache(file: &File, start: u64, num_bytes: usize) {
     let _ = posix_fadvise(file, start as i64, num_bytes as i64, advice);
 }
 
-impl ReadValues {
-    fn zeros(len: usize, dtype: DType) -> Result<Self> {
-        Ok(match dtype {
-            DType::F32 => Self::F32(vec![0.0; len]),
-            DType::BF16 => Self::Bf16(vec![bf16::ZERO; len]),
-            DType::F16 => Self::F16(vec![f16::ZERO; len]),
-            DType::I16 => Self::I16(vec![0; len]),
-            DType::U8 => Self::U8(vec![0; len]),
-            _ => return Err(not_kept(dtype)),
-        })
-    }
-
-    /// Their bytes, as they are in memory: whoever reads them from the file is who wrote them.
-    fn bytes(&mut self) -> &mut [u8] {
-        match self {
-            Self::F32(values) => cast_slice_mut(values),
-            Self::Bf16(values) => cast_slice_mut(values),
-            Self::F16(values) => cast_slice_mut(values),
-            Self::I16(values) => cast_slice_mut(values),
-            Self::U8(values) => values,
-        }
-    }
-
-    fn into_tensor(self) -> Result<Tensor> {
-        fn flat<T: WithDType>(values: Vec<T>) -> Result<Tensor> {
-            let len = values.len();
-            Tensor::from_vec(values, len, &Device::Cpu)
-        }
-        match self {
-            Self::F32(values) => flat(values),
-            Self::Bf16(values) => flat(values),
-            Self::F16(values) => flat(values),
-            Self::I16(values) => flat(values),
-            Self::U8(values) => flat(values),
-        }
-    }
+/// The bytes of values, as they are in memory: whoever reads them from the file is who wrote them.
+fn bytes_of(values: &mut CpuStorage) -> Result<&mut [u8]> {
+    Ok(match values {
+        CpuStorage::F32(values) => cast_slice_mut(values),
+        CpuStorage::BF16(values) => cast_slice_mut(values),
+        CpuStorage::F16(values) => cast_slice_mut(values),
+        CpuStorage::I16(values) => cast_slice_mut(values),
+        CpuStorage::U8(values) => values,
+        other => return Err(not_kept(other.dtype())),
+    })
 }
 
 fn not_kept(dtype: DType) -> Error {

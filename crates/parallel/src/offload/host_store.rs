@@ -14,17 +14,17 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{HostBuffer, HostCopies, HostCopy};
 
-use super::store::{Fetched, Kept};
+use super::store::{Fetched, Items, Kept};
 use crate::memory::{MemoryGuard, MemoryMeter};
 
 /// The items of one rank.
 pub(super) struct HostStore {
     copies: HostCopies,
-    items: Mutex<Items>,
+    items: Mutex<HostItems>,
     meter: MemoryMeter,
 }
 
-struct Items {
+struct HostItems {
     kept: Kept,
     buffers: Vec<Vec<HostBuffer>>,
     /// Of items that are parts of others, by index: the other one, and which of its values.
@@ -54,8 +54,7 @@ impl HostStore {
         let copies = HostCopies::new(device)?;
         let mut all = Vec::with_capacity(kept.items.len());
         for (index, item) in kept.items.iter().enumerate() {
-            let buffers = item.iter().map(|&(len, dtype)| copies.buffer(len, dtype));
-            let mut buffers = buffers.collect::<Result<Vec<_>>>()?;
+            let mut buffers = buffers(&copies, item)?;
             for (values, buffer) in make(index)?.into_iter().zip(&mut buffers) {
                 copies.start_store(values, buffer)?;
             }
@@ -63,7 +62,7 @@ impl HostStore {
         }
         Ok(Self {
             copies,
-            items: Mutex::new(Items {
+            items: Mutex::new(HostItems {
                 kept,
                 buffers: all,
                 views: HashMap::new(),
@@ -75,45 +74,11 @@ impl HostStore {
         })
     }
 
-    fn items(&self) -> MutexGuard<'_, Items> {
+    fn items(&self) -> MutexGuard<'_, HostItems> {
         self.items.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn add(&self, item: Vec<(usize, DType)>) -> Result<usize> {
-        let buffers = item
-            .iter()
-            .map(|&(len, dtype)| self.copies.buffer(len, dtype));
-        let buffers = buffers.collect::<Result<_>>()?;
-        let mut items = self.items();
-        items.buffers.push(buffers);
-        items.kept.items.push(item);
-        Ok(items.buffers.len() - 1)
-    }
-
-    pub fn view(&self, index: usize, part: Range<usize>) -> usize {
-        let mut items = self.items();
-        let dtypes = items.kept.items[index].first().map(|(_, dtype)| *dtype);
-        let item = dtypes.map(|dtype| (part.len(), dtype));
-        items.kept.items.push(item.into_iter().collect());
-        items.buffers.push(Vec::new());
-        let view = items.buffers.len() - 1;
-        items.views.insert(view, (index, part));
-        view
-    }
-
-    pub fn refit(&self, index: usize, item: &[(usize, DType)]) -> Result<()> {
-        let mut items = self.items();
-        if items.kept.items[index] != item {
-            let buffers = item
-                .iter()
-                .map(|&(len, dtype)| self.copies.buffer(len, dtype));
-            items.buffers[index] = buffers.collect::<Result<_>>()?;
-            items.kept.items[index] = item.to_vec();
-        }
-        Ok(())
-    }
-
-    fn start(&self, items: &mut Items, index: usize) -> Result<Moving> {
+    fn start(&self, items: &mut HostItems, index: usize) -> Result<Moving> {
         let held = items.kept.hold(index, &self.meter);
         let (of, part) = match items.views.get(&index) {
             Some((of, part)) => (*of, Some(part.clone())),
@@ -127,8 +92,38 @@ impl HostStore {
         let copies = copies.collect::<Result<_>>()?;
         Ok(Moving { copies, held })
     }
+}
 
-    pub fn start_fetch(&self, index: usize) -> Result<()> {
+impl Items for HostStore {
+    fn add(&self, item: Vec<(usize, DType)>) -> Result<usize> {
+        let buffers = buffers(&self.copies, &item)?;
+        let mut items = self.items();
+        items.buffers.push(buffers);
+        items.kept.items.push(item);
+        Ok(items.buffers.len() - 1)
+    }
+
+    fn view(&self, index: usize, part: Range<usize>) -> usize {
+        let mut items = self.items();
+        let dtypes = items.kept.items[index].first().map(|(_, dtype)| *dtype);
+        let item = dtypes.map(|dtype| (part.len(), dtype));
+        items.kept.items.push(item.into_iter().collect());
+        items.buffers.push(Vec::new());
+        let view = items.buffers.len() - 1;
+        items.views.insert(view, (index, part));
+        view
+    }
+
+    fn refit(&self, index: usize, item: &[(usize, DType)]) -> Result<()> {
+        let mut items = self.items();
+        if items.kept.items[index] != item {
+            items.buffers[index] = buffers(&self.copies, item)?;
+            items.kept.items[index] = item.to_vec();
+        }
+        Ok(())
+    }
+
+    fn start_fetch(&self, index: usize) -> Result<()> {
         let mut items = self.items();
         let is_asked = |(returned, _): &(usize, Fetched)| *returned == index;
         items.returned = items.returned.take().filter(is_asked);
@@ -139,7 +134,7 @@ impl HostStore {
         Ok(())
     }
 
-    pub fn fetch(&self, index: usize) -> Result<Fetched> {
+    fn fetch(&self, index: usize) -> Result<Fetched> {
         let mut items = self.items();
         if let Some((returned, item)) = items.returned.take()
             && returned == index
@@ -158,11 +153,11 @@ impl HostStore {
         Ok(Fetched { tensors, held })
     }
 
-    pub fn keep(&self, index: usize, item: Fetched) {
+    fn keep(&self, index: usize, item: Fetched) {
         self.items().returned = Some((index, item));
     }
 
-    pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
+    fn store(&self, index: usize, item: Fetched) -> Result<()> {
         let Fetched { tensors, held } = item;
         let mut items = self.items();
         items.forget(index);
@@ -174,19 +169,24 @@ impl HostStore {
         Ok(())
     }
 
-    /// Frees on the GPU what was stored last, once that is on the host.
-    pub fn finish(&self) -> Result<()> {
+    fn finish(&self) -> Result<()> {
         self.items().behind = None;
         Ok(())
     }
 
-    pub fn forget(&self, index: usize) -> Result<()> {
+    fn forget(&self, index: usize) -> Result<()> {
         self.items().forget(index);
         Ok(())
     }
 }
 
-impl Items {
+/// Room on the host for tensors of these lengths and types.
+fn buffers(copies: &HostCopies, item: &[(usize, DType)]) -> Result<Vec<HostBuffer>> {
+    let buffers = item.iter().map(|&(len, dtype)| copies.buffer(len, dtype));
+    buffers.collect()
+}
+
+impl HostItems {
     fn forget(&mut self, index: usize) {
         self.ahead.remove(&index);
         self.returned.take_if(|(returned, _)| *returned == index);

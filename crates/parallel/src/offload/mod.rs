@@ -8,5 +8,5 @@ mod waiting;
 
 pub use config::Offload;
 pub(crate) use config::OffloadPlace;
-pub(crate) use store::{Fetched, Kept, OffloadStore};
+pub(crate) use store::{Fetched, Kept, OffloadStore, num_bytes_of};
 pub(crate) use waiting::{Lane, Stored, WaitingStore};

@@ -22,10 +22,7 @@ pub(crate) struct Kept {
 
 impl Kept {
     pub fn num_bytes(&self, index: usize) -> usize {
-        let tensors = self.items[index].iter();
-        tensors
-            .map(|(len, dtype)| len * dtype.size_in_bytes())
-            .sum()
+        num_bytes_of(self.items[index].iter().copied())
     }
 
     /// Counts the bytes of an item; of activations none, as [`MemoryMeter::count_activations`] counts those.
@@ -38,6 +35,14 @@ impl Kept {
     }
 }
 
+/// Bytes of tensors of these lengths and types.
+pub(crate) fn num_bytes_of(tensors: impl IntoIterator<Item = (usize, DType)>) -> usize {
+    let tensors = tensors.into_iter();
+    tensors
+        .map(|(len, dtype)| len * dtype.size_in_bytes())
+        .sum()
+}
+
 /// The tensors of an item on the device, which count as long as this is there.
 pub(crate) struct Fetched {
     pub tensors: Vec<Tensor>,
@@ -46,22 +51,25 @@ pub(crate) struct Fetched {
 
 /// Items in the host's memory, or in a file. What is written is what later fetches give, whatever was under way.
 pub(crate) struct OffloadStore {
-    place: ItemsPlace,
+    items: Box<dyn Items>,
     category: MemoryCategory,
     meter: MemoryMeter,
     held: Mutex<Vec<MemoryGuard>>,
-    views: Mutex<Vec<View>>,
+    /// Parts of items that are items, too: (the item, its part).
+    views: Mutex<Vec<(usize, usize)>>,
 }
 
-/// A part of an item that is an item, too.
-struct View {
-    of: usize,
-    item: usize,
-}
-
-enum ItemsPlace {
-    Host(HostStore),
-    File(FileStore),
+/// The items where they are kept; for each method see that of [`OffloadStore`].
+pub(super) trait Items: Send + Sync {
+    fn add(&self, item: Vec<(usize, DType)>) -> Result<usize>;
+    fn view(&self, index: usize, part: Range<usize>) -> usize;
+    fn refit(&self, index: usize, item: &[(usize, DType)]) -> Result<()>;
+    fn start_fetch(&self, index: usize) -> Result<()>;
+    fn fetch(&self, index: usize) -> Result<Fetched>;
+    fn keep(&self, index: usize, item: Fetched);
+    fn store(&self, index: usize, item: Fetched) -> Result<()>;
+    fn finish(&self) -> Result<()>;
+    fn forget(&self, index: usize) -> Result<()>;
 }
 
 impl OffloadStore {
@@ -86,11 +94,11 @@ impl OffloadStore {
             held: Mutex::new(vec![meter.hold(category, num_bytes)]),
             category,
             meter: meter.clone(),
-            place: match place {
+            items: match place {
                 OffloadPlace::File(dir) => {
-                    ItemsPlace::File(FileStore::create(dir, kept, device, meter, make)?)
+                    Box::new(FileStore::create(dir, kept, device, meter, make)?)
                 }
-                _ => ItemsPlace::Host(HostStore::new(kept, device, meter, make)?),
+                _ => Box::new(HostStore::new(kept, device, meter, make)?),
             },
         }))
     }
@@ -100,12 +108,9 @@ impl OffloadStore {
     /// # Errors
     /// Memory or space that is missing.
     pub fn add(&self, item: Vec<(usize, DType)>) -> Result<usize> {
-        let bytes = item.iter().map(|(len, dtype)| len * dtype.size_in_bytes());
-        let held = self.meter.hold(self.category, bytes.sum());
-        let index = match &self.place {
-            ItemsPlace::Host(host) => host.add(item)?,
-            ItemsPlace::File(file) => file.add(item)?,
-        };
+        let bytes = num_bytes_of(item.iter().copied());
+        let held = self.meter.hold(self.category, bytes);
+        let index = self.items.add(item)?;
         let mut all = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         all.push(held);
         Ok(index)
@@ -113,13 +118,9 @@ impl OffloadStore {
 
     /// The values `part` of an item of one tensor, as an item that is fetched and never stored.
     pub fn view(&self, index: usize, part: Range<usize>) -> usize {
-        let item = match &self.place {
-            ItemsPlace::Host(host) => host.view(index, part),
-            ItemsPlace::File(file) => file.view(index, part),
-        };
-        let view = View { of: index, item };
+        let item = self.items.view(index, part);
         let mut views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
-        views.push(view);
+        views.push((index, item));
         item
     }
 
@@ -129,64 +130,40 @@ impl OffloadStore {
     /// # Errors
     /// Memory that is missing.
     pub fn refit(&self, index: usize, item: &[(usize, DType)]) -> Result<()> {
-        match &self.place {
-            ItemsPlace::Host(host) => host.refit(index, item),
-            ItemsPlace::File(file) => {
-                file.refit(index, item);
-                Ok(())
-            }
-        }
+        self.items.refit(index, item)
     }
 
     /// Starts to fetch an item, so that [`Self::fetch`] has it sooner.
     pub fn start_fetch(&self, index: usize) -> Result<()> {
-        match &self.place {
-            ItemsPlace::Host(host) => host.start_fetch(index),
-            ItemsPlace::File(file) => file.start_fetch(index),
-        }
+        self.items.start_fetch(index)
     }
 
     /// The tensors of an item. Unless it was on its way, what else is waits for nobody any more.
     pub fn fetch(&self, index: usize) -> Result<Fetched> {
-        match &self.place {
-            ItemsPlace::Host(host) => host.fetch(index),
-            ItemsPlace::File(file) => file.fetch(index),
-        }
+        self.items.fetch(index)
     }
 
     /// Takes an item back as it was fetched: the next [`Self::fetch`] has it at once.
     pub fn keep(&self, index: usize, item: Fetched) {
-        match &self.place {
-            ItemsPlace::Host(host) => host.keep(index, item),
-            ItemsPlace::File(file) => file.keep(index, item),
-        }
+        self.items.keep(index, item)
     }
 
     /// Writes an item back, after the return.
     pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
         let views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut views = views.iter().filter(|view| view.of == index);
-        views.try_for_each(|view| self.forget(view.item))?;
-        match &self.place {
-            ItemsPlace::Host(host) => host.store(index, item),
-            ItemsPlace::File(file) => file.store(index, item),
-        }
+        let mut views = views.iter().filter(|(of, _)| *of == index);
+        views.try_for_each(|(_, part)| self.forget(*part))?;
+        self.items.store(index, item)
     }
 
     /// Waits until a file has what was stored, so that nothing of it is held any more; memory of the host gets it in the order of the GPU's
     /// work.
     pub fn finish(&self) -> Result<()> {
-        match &self.place {
-            ItemsPlace::Host(host) => host.finish(),
-            ItemsPlace::File(file) => file.finish(),
-        }
+        self.items.finish()
     }
 
     /// Frees what was fetched of an item and not asked for.
     pub fn forget(&self, index: usize) -> Result<()> {
-        match &self.place {
-            ItemsPlace::Host(host) => host.forget(index),
-            ItemsPlace::File(file) => file.forget(index),
-        }
+        self.items.forget(index)
     }
 }

@@ -21,15 +21,15 @@ use crate::gradients::{Gradients, ReducedGradients, ReducedLoss, UpdateNotice};
 use crate::memory::{MemoryCategory, num_bytes};
 use crate::params::{
     BucketWeights, Claim, FlatBuffer, Parameters, ReplicaGroups, SaveSource, SeenWeights,
-    gather_range,
+    gather_range, no_values,
 };
 use crate::pass::PipelineRank;
 use crate::placement::{intersect, offset_by};
 
 /// The optimizer of one rank: updates the rank's part of the parameters by an [`Optimizer`]'s rule, and fetches the others'.
 pub struct DistributedOptimizer {
-    pub(super) params: Parameters,
-    pub(super) mesh: Mesh,
+    pub(crate) params: Parameters,
+    pub(crate) mesh: Mesh,
     pub(super) rules: Rules,
     pub(super) store: StateStore,
     pub(super) num_steps: usize,
@@ -216,22 +216,18 @@ impl DistributedOptimizer {
     pub(crate) fn master(&self, index: usize) -> Result<Option<Tensor>> {
         self.follow_set_weights()?;
         let layout = self.params.layout();
-        let Some((bucket, _)) = layout.place(index) else {
+        let slot = layout.slot(index);
+        let trained = slot.filter(|(bucket, ..)| *bucket < layout.buckets.len());
+        let Some((bucket, whole, slot)) = trained else {
             return Ok(None);
         };
         let groups = self.params.groups();
-        let whole = &layout.buckets[bucket];
-        let Some(slot) = whole.slots.iter().find(|slot| slot.param == index) else {
-            return Ok(None);
-        };
         let slices = groups.slices(whole.len);
         let slices: Vec<_> = slices.iter().map(|s| intersect(s, &slot.range)).collect();
         let (mine, device) = (&slices[groups.shard.rank()], groups.shard.device());
         if self.store.shape(bucket).master.is_none() {
             return Ok(None);
         }
-        // candle asks a GPU for no bytes, which is an error to it.
-        let nothing = || Tensor::zeros(1, DType::F32, device)?.narrow(0, 0, 0);
         let mut masters = Vec::new();
         if !mine.is_empty() {
             let in_own = offset_by(mine, self.own_range(bucket).start);
@@ -245,7 +241,7 @@ impl DistributedOptimizer {
             })?;
         }
         let own = match &masters[..] {
-            [] => nothing()?,
+            [] => no_values(DType::F32, device)?,
             masters => Tensor::cat(masters, 0)?,
         };
         let values = gather_range(&slot.range, &slices, &own, &groups.shard)?;

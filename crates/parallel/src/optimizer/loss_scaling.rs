@@ -64,7 +64,7 @@ pub(crate) struct LossScale {
 #[derive(Clone, Debug)]
 pub(crate) struct LossScaler {
     config: LossScaling,
-    now: LossScale,
+    pub now: LossScale,
 }
 
 impl LossScaler {
@@ -77,15 +77,6 @@ impl LossScaler {
                 num_skipped: 0,
             },
         }
-    }
-
-    /// The scaler as it was in the run that is resumed.
-    pub fn set(&mut self, earlier: LossScale) {
-        self.now = earlier;
-    }
-
-    pub fn get(&self) -> LossScale {
-        self.now
     }
 
     pub fn scale(&self) -> f64 {

@@ -17,6 +17,7 @@ mod state;
 mod state_store;
 mod training_state;
 
+pub(crate) use crate::offload::num_bytes_of;
 pub use adamw::{AdamW, AdamWConfig};
 pub(crate) use distributed::max_gathers;
 pub use distributed::{DistributedOptimizer, StepReport};
@@ -25,5 +26,5 @@ pub use optimizer::{Needs, Optimizer, ParamSlice, SliceWeight, UpdateStep};
 pub use param_group::ParamGroup;
 pub use param_matrix::ParamMatrix;
 pub use state::OptimizerState;
-pub(crate) use state_store::{BucketShape, MASTER, StateSlices, num_bytes_of};
+pub(crate) use state_store::{BucketShape, MASTER, StateSlices};
 pub(crate) use training_state::OptimizerCounters;

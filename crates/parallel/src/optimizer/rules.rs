@@ -110,11 +110,13 @@ impl Rules {
     /// The state of bucket `index`.
     pub fn shape(&self, index: usize, params: &Parameters) -> Result<BucketShape> {
         let bucket = &params.layout().buckets[index];
-        let takes_remainders = |slot: &Slot| {
+        let mut slots = bucket.slots.iter();
+        let take_slices = slots.all(|slot| {
             let (rule, param) = (self.of(slot.param), params.get(slot.param));
-            rule.takes_remainders() && rule.needs(param) == Needs::Slice
-        };
-        let takes_remainders = bucket.slots.iter().all(takes_remainders);
+            rule.needs(param) == Needs::Slice
+        });
+        let mut slots = bucket.slots.iter();
+        let take_remainders = slots.all(|slot| self.of(slot.param).takes_remainders());
         let kinds = self.spans[index].iter();
         let first = bucket.slots.first();
         let name = first.map_or("", |slot| &params.get(slot.param).name);
@@ -123,15 +125,8 @@ impl Rules {
             kinds: kinds
                 .flat_map(|span| span.kinds.clone().map(|_| span.range.len()))
                 .collect(),
-            master: master_dtype(bucket.dtype, name, takes_remainders)?,
-            is_divisible: {
-                let mut slots = bucket.slots.iter();
-                let takes_slices = |slot: &Slot| {
-                    let (rule, param) = (self.of(slot.param), params.get(slot.param));
-                    rule.needs(param) == Needs::Slice
-                };
-                self.spans[index].len() == 1 && slots.all(takes_slices)
-            },
+            master: master_dtype(bucket.dtype, name, take_remainders && take_slices)?,
+            is_divisible: self.spans[index].len() == 1 && take_slices,
         })
     }
 

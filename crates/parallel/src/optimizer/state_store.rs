@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::optimizer::Optimizer;
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
-use crate::offload::{Kept, OffloadPlace, OffloadStore};
+use crate::offload::{Kept, OffloadPlace, OffloadStore, num_bytes_of};
 use crate::params::SLICE_ALIGNMENT;
 use crate::placement::intersect;
 
@@ -50,19 +50,18 @@ pub(super) fn master_dtype(
 }
 
 /// A bucket's state for as long as an update or a look at it takes.
-pub(super) struct StateStore(StatePlace);
+pub(super) struct StateStore {
+    shapes: Vec<BucketShape>,
+    slices: StateSlices,
+    place: StatePlace,
+}
 
 enum StatePlace {
-    Resident {
+    Here {
         buckets: Vec<BucketState>,
-        shapes: Vec<BucketShape>,
         _held: MemoryGuard,
     },
-    Away {
-        store: Box<OffloadStore>,
-        shapes: Vec<BucketShape>,
-        slices: StateSlices,
-    },
+    Away(Box<OffloadStore>),
 }
 
 impl BucketShape {
@@ -104,14 +103,6 @@ impl BucketShape {
             master: master.first().cloned(),
         }
     }
-}
-
-/// Bytes of tensors of these lengths and types.
-pub(crate) fn num_bytes_of(tensors: impl IntoIterator<Item = (usize, DType)>) -> usize {
-    let tensors = tensors.into_iter();
-    tensors
-        .map(|(len, dtype)| len * dtype.size_in_bytes())
-        .sum()
 }
 
 /// The parts of each bucket that are updated at a time, where its state is away: the items that are fetched and stored.
@@ -209,43 +200,38 @@ impl StateStore {
             Ok(make(index, part)?.tensors().cloned().collect())
         };
         let store = OffloadStore::new(place, kept, device, meter, tensors)?;
-        Ok(Self(match store {
-            Some(store) => StatePlace::Away {
-                store: Box::new(store),
-                shapes,
-                slices,
-            },
+        let place = match store {
+            Some(store) => StatePlace::Away(Box::new(store)),
             None => {
                 let buckets = shapes.iter().enumerate();
                 let buckets = buckets.map(|(index, shape)| make(index, &(0..shape.len)));
                 let buckets = buckets.collect::<Result<_>>()?;
                 let num_bytes = shapes.iter().map(BucketShape::num_bytes).sum();
                 let _held = meter.hold(MemoryCategory::Optimizer, num_bytes);
-                StatePlace::Resident {
-                    buckets,
-                    shapes,
-                    _held,
-                }
+                StatePlace::Here { buckets, _held }
             }
-        }))
+        };
+        Ok(Self {
+            shapes,
+            slices,
+            place,
+        })
     }
 
     /// What there is of bucket `index`.
     pub fn shape(&self, index: usize) -> &BucketShape {
-        match &self.0 {
-            StatePlace::Resident { shapes, .. } | StatePlace::Away { shapes, .. } => &shapes[index],
-        }
+        &self.shapes[index]
     }
 
     pub fn is_away(&self) -> bool {
-        matches!(self.0, StatePlace::Away { .. })
+        matches!(self.place, StatePlace::Away(_))
     }
 
     /// The parts of bucket `index` that are read or updated at a time: all at once, if nothing is away.
     pub fn parts(&self, index: usize) -> Vec<Range<usize>> {
-        match &self.0 {
-            StatePlace::Resident { shapes, .. } => vec![0..shapes[index].len],
-            StatePlace::Away { slices, .. } => slices.parts[index].clone(),
+        match &self.place {
+            StatePlace::Here { .. } => vec![0..self.shapes[index].len],
+            StatePlace::Away(_) => self.slices.parts[index].clone(),
         }
     }
 
@@ -256,18 +242,13 @@ impl StateStore {
         range: &Range<usize>,
         mut look: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
     ) -> Result<()> {
-        let (store, shapes, slices) = match &self.0 {
-            StatePlace::Resident {
-                buckets, shapes, ..
-            } => return look(&(0..shapes[index].len), &buckets[index]),
-            StatePlace::Away {
-                store,
-                shapes,
-                slices,
-            } => (store, shapes, slices),
+        let shape = &self.shapes[index];
+        let store = match &self.place {
+            StatePlace::Here { buckets, .. } => return look(&(0..shape.len), &buckets[index]),
+            StatePlace::Away(store) => store,
         };
         let is_asked = |part: &Range<usize>| !intersect(part, range).is_empty();
-        for (item, after, part) in slices.of(index, None) {
+        for (item, after, part) in self.slices.of(index, None) {
             if !is_asked(part) {
                 continue;
             }
@@ -275,7 +256,7 @@ impl StateStore {
             if let Some(after) = after.filter(|_| part.end < range.end) {
                 store.start_fetch(after)?;
             }
-            let seen = look(part, &shapes[index].assemble(&fetched.tensors));
+            let seen = look(part, &shape.assemble(&fetched.tensors));
             store.keep(item, fetched);
             seen?;
         }
@@ -284,10 +265,10 @@ impl StateStore {
 
     /// Frees what [`Self::read`] left of bucket `index` in memory.
     pub fn forget(&self, index: usize) -> Result<()> {
-        match &self.0 {
-            StatePlace::Resident { .. } => Ok(()),
-            StatePlace::Away { store, slices, .. } => {
-                let mut items = slices.of(index, None);
+        match &self.place {
+            StatePlace::Here { .. } => Ok(()),
+            StatePlace::Away(store) => {
+                let mut items = self.slices.of(index, None);
                 items.try_for_each(|(item, ..)| store.forget(item))
             }
         }
@@ -301,24 +282,17 @@ impl StateStore {
         next: Option<usize>,
         mut update: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
     ) -> Result<()> {
-        let (store, shapes, slices) = match &self.0 {
-            StatePlace::Resident {
-                buckets, shapes, ..
-            } => {
-                return update(&(0..shapes[index].len), &buckets[index]);
-            }
-            StatePlace::Away {
-                store,
-                shapes,
-                slices,
-            } => (store, shapes, slices),
+        let shape = &self.shapes[index];
+        let store = match &self.place {
+            StatePlace::Here { buckets, .. } => return update(&(0..shape.len), &buckets[index]),
+            StatePlace::Away(store) => store,
         };
-        for (item, after, part) in slices.of(index, next) {
+        for (item, after, part) in self.slices.of(index, next) {
             let fetched = store.fetch(item)?;
             if let Some(after) = after {
                 store.start_fetch(after)?;
             }
-            update(part, &shapes[index].assemble(&fetched.tensors))?;
+            update(part, &shape.assemble(&fetched.tensors))?;
             store.store(item, fetched)?;
         }
         match next {

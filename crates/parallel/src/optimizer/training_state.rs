@@ -2,14 +2,12 @@
 
 use std::ops::Range;
 
-use candle_comm::Mesh;
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::distributed::DistributedOptimizer;
 use super::loss_scaling::LossScale;
 use super::state::KindOfState;
-use crate::params::Parameters;
 
 /// Tells the kinds of state of a parameter, by its index.
 pub(crate) type KindsOf<'a> = dyn Fn(usize) -> Result<Vec<KindOfState<'a>>> + 'a;
@@ -27,20 +25,12 @@ pub(crate) struct OptimizerCounters {
 }
 
 impl DistributedOptimizer {
-    pub(crate) fn params(&self) -> &Parameters {
-        &self.params
-    }
-
-    pub(crate) fn mesh(&self) -> &Mesh {
-        &self.mesh
-    }
-
     pub(crate) fn counters(&self) -> OptimizerCounters {
         let names = self.rules.state_names();
         OptimizerCounters {
             state_names: names.iter().map(ToString::to_string).collect(),
             num_updates: self.num_steps,
-            loss_scale: self.scaler.as_ref().map(|scaler| scaler.get()),
+            loss_scale: self.scaler.as_ref().map(|scaler| scaler.now),
         }
     }
 
@@ -48,7 +38,7 @@ impl DistributedOptimizer {
     pub(crate) fn set_counters(&mut self, earlier: &OptimizerCounters) {
         self.set_num_steps(earlier.num_updates);
         if let (Some(scaler), Some(earlier)) = (&mut self.scaler, earlier.loss_scale) {
-            scaler.set(earlier);
+            scaler.now = earlier;
         }
     }
 

@@ -1,7 +1,6 @@
 //! Which parameters still have the values of their source: their stored values are exact, those of a narrower type are not.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_comm::Mesh;
 use candle_core::{DType, Result};
@@ -21,30 +20,17 @@ pub(crate) enum SaveSource {
     Refill,
 }
 
-/// Of each parameter of a rank, where its values are from.
-pub(super) struct Changes(Mutex<Vec<SaveSource>>);
-
-impl Changes {
-    pub fn new(num_params: usize) -> Self {
-        Self(Mutex::new(vec![SaveSource::default(); num_params]))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<SaveSource>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl Parameters {
     /// Remembers who gave parameter `index` new values.
     pub(crate) fn set_save_source(&self, index: usize, from: SaveSource) {
-        self.changes().lock()[index] = from;
+        self.changes()[index] = from;
     }
 
     /// Of each entry of the catalog, where its values are from, the same on every rank: a refill anywhere counts for all. Every
     /// rank must call it.
     pub(crate) fn save_sources(&self, mesh: &Mesh) -> Result<Vec<SaveSource>> {
         let own: BTreeMap<&str, SaveSource> = {
-            let changes = self.changes().lock();
+            let changes = self.changes();
             let all = self.iter().zip(changes.iter());
             all.map(|(param, &from)| (param.name.as_str(), from))
                 .filter(|(_, from)| *from != SaveSource::Source)
@@ -75,7 +61,7 @@ impl Parameters {
         } else {
             DType::F32
         };
-        if param.dtype() == exact || self.changes().lock()[index] != SaveSource::Source {
+        if param.dtype() == exact || self.changes()[index] != SaveSource::Source {
             return Ok(None);
         }
         let values = self.source().values(&param.wanted())?;

@@ -43,7 +43,7 @@ pub(crate) use released::{is_about_released, move_storage};
 pub(crate) use replica_groups::ReplicaGroups;
 pub(crate) use set_weights::{Claim, SeenWeights, SetValues, WrittenWeights};
 pub(crate) use sharded_weights::is_adopted;
-pub(crate) use slices::gather_range;
+pub(crate) use slices::{gather_range, no_values};
 pub use store::ParamStore;
 pub use tiled_weight::TiledWeight;
 pub use weight_format::WeightFormat;

@@ -11,7 +11,6 @@ use std::ops::Range;
 
 use candle_comm::{Degrees, Mesh};
 use candle_core::{Error, Result};
-use serde::{Deserialize, Serialize};
 
 use super::layout::ParamLayout;
 use super::param_spec::ParamSpec;
@@ -97,8 +96,7 @@ impl ModelSpec {
         let whole = match mesh.pp.world_size() {
             1 => Ok(own),
             _ => {
-                let rank = mesh.world.rank();
-                let own = AskedParams { rank, params: own };
+                let own = (mesh.world.rank(), own);
                 let bytes = serde_json::to_vec(&own).map_err(Error::wrap)?;
                 let all = mesh.pp.all_gather_bytes(&bytes)?;
                 joined(all.iter().map(Vec::as_slice))
@@ -253,19 +251,12 @@ impl ModelSpec {
     }
 }
 
-/// What a rank has asked for.
-#[derive(Serialize, Deserialize)]
-struct AskedParams {
-    /// World rank.
-    rank: usize,
-    params: Vec<ParamSpec>,
-}
-
-/// What the ranks of a pipeline have asked for together.
+/// What the ranks of a pipeline, each by its world rank, have asked for together.
 fn joined<'a>(said: impl Iterator<Item = &'a [u8]>) -> Result<Vec<ParamSpec>> {
     let mut all: BTreeMap<String, (usize, ParamSpec)> = BTreeMap::new();
     for bytes in said {
-        let AskedParams { rank, params } = serde_json::from_slice(bytes).map_err(Error::wrap)?;
+        let asked: (usize, Vec<ParamSpec>) = serde_json::from_slice(bytes).map_err(Error::wrap)?;
+        let (rank, params) = asked;
         for param in params {
             match all.get_mut(&param.name) {
                 Some((first, known)) => known.join(param, *first, rank)?,

@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Result, Tensor};
 
 use super::allowance::Allowance;
-use super::changes::{Changes, SaveSource};
+use super::changes::SaveSource;
 use super::layout::{ParamLayout, Slot};
 use super::model_spec::ModelSpec;
 use super::packed_weights::PackedWeights;
@@ -21,6 +21,7 @@ use super::set_weights::SetWeights;
 use super::sharded_weights::ShardedWeights;
 use super::slices::gather_range;
 use super::source::Source;
+use super::store::OfStore;
 use super::tie::Tie;
 use crate::agreement::Facts;
 use crate::data_parallel::DataParallel;
@@ -45,21 +46,17 @@ struct Inner {
     model: ModelSpec,
     /// What this rank has of it.
     own: RankSpec,
-    source: Arc<Source>,
+    common: OfStore,
     allowance: Allowance,
-    pending: Arc<PendingWeights>,
     groups: ReplicaGroups,
     offload: Offload,
-    /// Empty unless replicas divide the weights. Layers that use their weights tile by tile have it too.
-    sharded: Arc<OnceLock<ShardedWeights>>,
-    packed: Arc<PackedWeights>,
     meter: MemoryMeter,
     /// Activations that are away between passes, if they are.
     waiting: Option<Arc<WaitingStore>>,
     /// Of each parameter whose values are in memory.
     held: Mutex<Vec<Option<MemoryGuard>>>,
-    changes: Changes,
-    set_weights: Arc<SetWeights>,
+    /// Where the values of each are from.
+    changes: Mutex<Vec<SaveSource>>,
     /// Updates that an optimizer has made, on which dropout depends.
     num_updates: AtomicUsize,
 }
@@ -69,12 +66,8 @@ pub(super) struct Requested {
     pub params: Vec<Param>,
     /// What its stages have asked for, in the same order.
     pub specs: Vec<ParamSpec>,
-    pub source: Arc<Source>,
+    pub common: OfStore,
     pub allowance: Allowance,
-    pub pending: Arc<PendingWeights>,
-    pub set_weights: Arc<SetWeights>,
-    pub sharded: Arc<OnceLock<ShardedWeights>>,
-    pub packed: Arc<PackedWeights>,
     pub replicas: DataParallel,
     pub offload: Offload,
     pub without_values: bool,
@@ -90,16 +83,15 @@ impl Parameters {
         let Requested {
             mut params,
             specs,
-            source,
+            common,
             allowance,
-            pending,
-            set_weights,
-            sharded,
-            packed,
             replicas,
             offload,
             without_values,
         } = requested;
+        let OfStore {
+            source, sharded, ..
+        } = &common;
         replicas.validate(mesh.replicas.world_size())?;
         let on_gpu = !mesh.world.device().is_cpu();
         let place = offload.place_of_params(mesh.world.rank(), on_gpu);
@@ -140,7 +132,7 @@ impl Parameters {
         let owned = owned.collect();
         let places = &own.layout;
         let meter = MemoryMeter::default();
-        packed.count_with(&meter);
+        common.packed.count_with(&meter);
         let waiting = offload.place_of_activations(mesh.world.rank(), on_gpu);
         let waiting = WaitingStore::new(
             waiting,
@@ -175,8 +167,7 @@ impl Parameters {
             inner: Arc::new(Inner {
                 waiting,
                 held: Mutex::new(held.collect()),
-                changes: Changes::new(params.len()),
-                set_weights,
+                changes: Mutex::new(vec![SaveSource::default(); params.len()]),
                 num_updates: AtomicUsize::new(0),
                 meter,
                 owned,
@@ -184,13 +175,10 @@ impl Parameters {
                 params,
                 ties,
                 model,
-                source,
+                common,
                 allowance,
-                pending,
                 groups,
                 offload,
-                sharded,
-                packed,
             }),
         })
     }
@@ -274,7 +262,7 @@ impl Parameters {
 
     /// Updates on their way to this rank.
     pub(crate) fn pending(&self) -> &PendingWeights {
-        &self.inner.pending
+        &self.inner.common.pending
     }
 
     /// What a rank keeps away from its device: see [`ParamStore::with_offload`](crate::ParamStore::with_offload).
@@ -333,12 +321,12 @@ impl Parameters {
 
     /// Weights that stay packed.
     pub(crate) fn packed(&self) -> &PackedWeights {
-        &self.inner.packed
+        &self.inner.common.packed
     }
 
     /// The slices of weights, if replicas divide them.
     pub(crate) fn sharded(&self) -> Option<&ShardedWeights> {
-        self.inner.sharded.get()
+        self.inner.common.sharded.get()
     }
 
     /// The local values of parameter `index`, outside of any graph, when all updates have arrived. If data-parallel ranks
@@ -452,7 +440,7 @@ impl Parameters {
     /// # Errors
     /// An update does not arrive.
     pub fn wait_for_updates(&self) -> Result<()> {
-        self.inner.pending.wait_for_all()
+        self.inner.common.pending.wait_for_all()
     }
 
     /// Frees the values of the parameters that block `block` uses and no block of `others` does; they stay in their place, and
@@ -516,15 +504,16 @@ impl Parameters {
     }
 
     pub(super) fn set_weights(&self) -> &SetWeights {
-        &self.inner.set_weights
+        &self.inner.common.set_weights
     }
 
-    pub(super) fn changes(&self) -> &Changes {
-        &self.inner.changes
+    pub(super) fn changes(&self) -> MutexGuard<'_, Vec<SaveSource>> {
+        let changes = self.inner.changes.lock();
+        changes.unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn source(&self) -> &Source {
-        &self.inner.source
+        &self.inner.common.source
     }
 
     pub(crate) fn ties(&self) -> &[Tie] {
@@ -533,17 +522,17 @@ impl Parameters {
 
     /// The checkpoint that the model came from, if it did.
     pub fn checkpoint(&self) -> Option<&Checkpoint> {
-        self.inner.source.checkpoint()
+        self.inner.common.source.checkpoint()
     }
 
     /// What adapters the model has.
     pub fn lora(&self) -> Option<&LoraConfig> {
-        self.inner.source.lora()
+        self.inner.common.source.lora()
     }
 
     /// The seed of what training passes draw at random.
     pub(crate) fn seed(&self) -> u64 {
-        self.inner.source.seed()
+        self.inner.common.source.seed()
     }
 
     /// How many updates an optimizer has made.

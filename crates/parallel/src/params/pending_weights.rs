@@ -18,21 +18,15 @@ use crate::placement::{intersect, offset_by};
 pub(crate) struct PendingWeights(Mutex<VecDeque<BucketGather>>);
 
 /// One bucket's weights on their way from the data-parallel ranks.
-#[derive(Debug)]
-struct BucketGather {
-    block: usize,
-    own: Range<usize>,
-    weights: Vec<(Var, Range<usize>)>,
-    whole: Pending<Tensor>,
-    _staging: Option<MemoryGuard>,
-}
+type BucketGather = BucketWeights<Pending<Tensor>>;
 
 /// What is gathered: one bucket's weights.
-pub(crate) struct BucketWeights {
+#[derive(Debug)]
+pub(crate) struct BucketWeights<W = Tensor> {
     /// The first block that uses them.
     pub block: usize,
     /// A buffer for the whole bucket, whose values are not needed any more, of the weights' type.
-    pub whole: Tensor,
+    pub whole: W,
     /// The memory of that buffer if it exists for this alone.
     pub staging: Option<MemoryGuard>,
     /// This rank's slice of it, whose weights are up to date.
@@ -56,7 +50,7 @@ impl BucketWeights {
             whole: dp.start_all_gather_in_place(&self.whole)?,
             own: self.own,
             weights: self.weights,
-            _staging: self.staging,
+            staging: self.staging,
         })
     }
 }

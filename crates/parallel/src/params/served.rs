@@ -9,7 +9,6 @@ use candle_core::{Result, Tensor, bail};
 use super::changes::SaveSource;
 use super::layout::Bucket;
 use super::parameters::Parameters;
-use crate::placement::intersect;
 
 impl Parameters {
     /// Of each bucket of trainable parameters the values that this rank updates.
@@ -38,12 +37,9 @@ impl Parameters {
         let slice = |(index, own): (usize, Range<usize>)| {
             let bucket = &self.layout().buckets[index];
             let slice = Tensor::zeros(own.len(), bucket.dtype, self.groups().shard.device())?;
-            for slot in &bucket.slots {
-                let mine = intersect(&slot.range, &own);
-                if !mine.is_empty() {
-                    let values = self.own_weights(index, slot, &mine)?;
-                    slice.slice_set(&values, 0, mine.start - own.start)?;
-                }
+            for (slot, mine) in bucket.slots_in(&own) {
+                let values = self.own_weights(index, slot, &mine)?;
+                slice.slice_set(&values, 0, mine.start - own.start)?;
             }
             Ok(slice)
         };
@@ -83,11 +79,7 @@ impl Parameters {
                 );
             }
             self.change_weights(index, None, || {
-                for slot in &bucket.slots {
-                    let mine = intersect(&slot.range, range);
-                    if mine.is_empty() {
-                        continue;
-                    }
+                for (slot, mine) in bucket.slots_in(range) {
                     let values = slice.narrow(0, mine.start - range.start, mine.len())?;
                     let place = self.own_weights(index, slot, &mine)?;
                     place.slice_set(&values, 0, 0)?;

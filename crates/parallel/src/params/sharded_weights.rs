@@ -6,13 +6,13 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_comm::{Pending, ProcessGroup};
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor, bail};
 use candle_ops::{QuantizedType, quantize_rows};
 
 use super::layout::{Bucket, ParamLayout, Sharing, Slot};
 use super::param::Param;
 use super::replica_groups::ReplicaGroups;
-use super::slices::{GatheredRange, OwnPart, start_gather_range, unpacked};
+use super::slices::{GatheredRange, no_values, start_gather_range, unpacked};
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter, num_bytes};
 use crate::offload::{Fetched, Kept, OffloadPlace, OffloadStore};
 use crate::placement::{intersect, offset_by, part};
@@ -274,7 +274,10 @@ impl ShardedWeights {
         let own_slice = &bucket.slices[self.shard.rank()];
         let (own, own_start) = match (&self.away, tile.away) {
             (None, _) => (self.slice(tiled.bucket)?, own_slice.start),
-            (Some(_), None) => (nothing(bucket.dtype, self.shard.device())?, own_slice.start),
+            (Some(_), None) => (
+                no_values(bucket.dtype, self.shard.device())?,
+                own_slice.start,
+            ),
             (Some(away), Some(item)) => {
                 away.start_fetch(item)?;
                 if self.shard.world_size() == 1 {
@@ -284,25 +287,21 @@ impl ShardedWeights {
                 (one_of(&away.fetch(item)?)?, own_start)
             }
         };
-        let own = OwnPart {
-            values: &own,
-            start: own_start,
-        };
         let values = start_gather_range(
             &tile.values,
             &bucket.slices,
-            &own,
+            (&own, own_start),
             &self.tiles,
             bucket.is_quantized,
         )?;
         // What was fetched is there until it is sent.
-        let fetched = self.away.as_ref().map_or(0, |_| num_bytes(own.values));
+        let fetched = self.away.as_ref().map_or(0, |_| num_bytes(&own));
         let bytes = values.num_bytes() + fetched;
-        Ok(ComingTile::Gathered(TileGather {
+        Ok(ComingTile::Gathered {
             on_the_way: bucket.meter.hold(MemoryCategory::Gathered, bytes),
             meter: bucket.meter.clone(),
             values,
-        }))
+        })
     }
 
     /// Starts to gather what a block needs and what is not here; of what is not on the device, to fetch it. All ranks of the shard group must
@@ -415,23 +414,15 @@ fn one_of(item: &Fetched) -> Result<Tensor> {
     }
 }
 
-/// No values, flat.
-fn nothing(dtype: DType, device: &Device) -> Result<Tensor> {
-    // An allocation of nothing is an error to CUDA.
-    Tensor::zeros(1, dtype, device)?.narrow(0, 0, 0)
-}
-
 /// Rows of a weight on their way.
 pub(super) enum ComingTile<'a> {
     /// The item of this store.
     Fetched(&'a OffloadStore, usize),
-    Gathered(TileGather),
-}
-
-pub(super) struct TileGather {
-    values: GatheredRange,
-    on_the_way: MemoryGuard,
-    meter: MemoryMeter,
+    Gathered {
+        values: GatheredRange,
+        on_the_way: MemoryGuard,
+        meter: MemoryMeter,
+    },
 }
 
 impl ComingTile<'_> {
@@ -442,23 +433,23 @@ impl ComingTile<'_> {
                 let item = away.fetch(item)?;
                 Ok((one_of(&item)?, item.held))
             }
-            Self::Gathered(values) => values.wait(),
+            Self::Gathered {
+                values,
+                on_the_way,
+                meter,
+            } => {
+                // Pieces of several ranks exist a second time while they are joined.
+                let joined = match values.num_pieces() {
+                    0 | 1 => 0,
+                    _ => values.num_value_bytes(),
+                };
+                let _joined = meter.hold(MemoryCategory::Gathered, joined);
+                let values = values.wait()?;
+                drop(on_the_way);
+                let bytes = num_bytes(&values);
+                Ok((values, meter.hold(MemoryCategory::Gathered, bytes)))
+            }
         }
-    }
-}
-
-impl TileGather {
-    fn wait(self) -> Result<(Tensor, MemoryGuard)> {
-        // Pieces of several ranks exist a second time while they are joined.
-        let joined = match self.values.num_pieces() {
-            0 | 1 => 0,
-            _ => self.values.num_value_bytes(),
-        };
-        let _joined = self.meter.hold(MemoryCategory::Gathered, joined);
-        let values = self.values.wait()?;
-        drop(self.on_the_way);
-        let bytes = num_bytes(&values);
-        Ok((values, self.meter.hold(MemoryCategory::Gathered, bytes)))
     }
 }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use candle_comm::{Pending, ProcessGroup};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_ops::{QuantizedType, dequantize_rows_into, quantize_rows};
 
 use crate::memory::num_bytes;
@@ -20,8 +20,7 @@ pub(crate) fn gather_range(
     dp: &ProcessGroup,
 ) -> Result<Tensor> {
     let start = slices.get(dp.rank()).map_or(0, |slice| slice.start);
-    let own = OwnPart { values: own, start };
-    start_gather_range(range, slices, &own, dp, false)?.wait()
+    start_gather_range(range, slices, (own, start), dp, false)?.wait()
 }
 
 /// Pieces of a range on their way.
@@ -33,21 +32,14 @@ pub(crate) struct GatheredRange {
     like: Tensor,
 }
 
-/// What a rank has of a flat buffer, from this value on.
-pub(crate) struct OwnPart<'a> {
-    pub values: &'a Tensor,
-    pub start: usize,
-}
-
-/// [`gather_range`] where of `own` only what is in the range is needed, started; if `is_quantized` pieces are sent in 8 bits, and what they hold then is what every rank gets.
+/// [`gather_range`] where `own` is what this rank has from `start` on, of which only what is in the range is needed, started; if `is_quantized` pieces are sent in 8 bits, and what they hold then is what every rank gets.
 pub(crate) fn start_gather_range(
     range: &Range<usize>,
     slices: &[Range<usize>],
-    own: &OwnPart<'_>,
+    (own, start): (&Tensor, usize),
     dp: &ProcessGroup,
     is_quantized: bool,
 ) -> Result<GatheredRange> {
-    let &OwnPart { values: own, start } = own;
     let (mut pieces, mut received_with) = (Vec::new(), 0);
     for (root, slice) in slices.iter().enumerate() {
         let piece = intersect(range, slice);
@@ -112,14 +104,19 @@ impl GatheredRange {
     }
 }
 
+/// No values, flat.
+pub(crate) fn no_values(dtype: DType, device: &Device) -> Result<Tensor> {
+    // An allocation of nothing is an error to CUDA.
+    Tensor::zeros(1, dtype, device)?.narrow(0, 0, 0)
+}
+
 /// Rows of `len` values of type `dtype`, flat, of what may have been sent in 8 bits.
 pub(super) fn unpacked(sent: Tensor, len: usize, dtype: DType) -> Result<Tensor> {
     if sent.dtype() == dtype {
         return Ok(sent);
     }
     if len == 0 {
-        // A GPU allocates no 0 bytes.
-        return Tensor::zeros(1, dtype, sent.device())?.narrow(0, 0, 0);
+        return no_values(dtype, sent.device());
     }
     let rows = sent.reshape(((), QuantizedType::Int8.row_bytes(len)))?;
     let whole = Tensor::zeros((rows.dim(0)?, len), dtype, sent.device())?;

@@ -36,12 +36,19 @@ use crate::placement::Placement;
 /// [`crate::ModelPart::build`] then seals it into [`Parameters`].
 #[derive(Clone)]
 pub struct ParamStore {
-    source: Arc<Source>,
     state: Arc<Mutex<StoreState>>,
-    pending: Arc<PendingWeights>,
-    set_weights: Arc<SetWeights>,
-    sharded: Arc<OnceLock<ShardedWeights>>,
-    packed: Arc<PackedWeights>,
+    common: OfStore,
+}
+
+/// What all models have in common that are built from a store.
+#[derive(Clone)]
+pub(super) struct OfStore {
+    pub source: Arc<Source>,
+    pub pending: Arc<PendingWeights>,
+    pub set_weights: Arc<SetWeights>,
+    /// Empty unless replicas divide the weights. Layers that use their weights tile by tile have it too.
+    pub sharded: Arc<OnceLock<ShardedWeights>>,
+    pub packed: Arc<PackedWeights>,
 }
 
 #[derive(Default)]
@@ -126,17 +133,19 @@ impl ParamStore {
 
     /// The checkpoint that the parameters come from, if there is one.
     pub fn checkpoint(&self) -> Option<&Checkpoint> {
-        self.source.checkpoint()
+        self.common.source.checkpoint()
     }
 
     fn new(base: BaseSource) -> Self {
         Self {
-            source: Arc::new(Source { base, lora: None }),
             state: Arc::default(),
-            pending: Arc::default(),
-            set_weights: Arc::default(),
-            sharded: Arc::default(),
-            packed: Arc::default(),
+            common: OfStore {
+                source: Arc::new(Source { base, lora: None }),
+                pending: Arc::default(),
+                set_weights: Arc::default(),
+                sharded: Arc::default(),
+                packed: Arc::default(),
+            },
         }
     }
 
@@ -196,7 +205,7 @@ impl ParamStore {
     }
 
     fn with_lora_source(mut self, lora: LoraSource) -> Result<Self> {
-        match Arc::get_mut(&mut self.source) {
+        match Arc::get_mut(&mut self.common.source) {
             Some(source) if source.lora.is_none() => source.lora = Some(lora),
             _ => bail!(
                 "low-rank adapters are asked for twice, or of a parameter store that is in use\nhint: call with_lora or with_adapter \
@@ -208,7 +217,7 @@ impl ParamStore {
 
     /// The adapters of the model, if the linear layer `module` gets one.
     pub(crate) fn lora_of(&self, module: &str, is_head: bool) -> Option<LoraConfig> {
-        let lora = self.source.lora()?;
+        let lora = self.common.source.lora()?;
         self.lock().linears.insert(module.to_string());
         let is_target = lora.targets.contains(module, is_head);
         is_target.then(|| lora.clone())
@@ -254,7 +263,7 @@ impl ParamStore {
     /// Accepts that a checkpoint holds parameter `name` a second time, as `alias`, or under that name alone: tied
     /// weights.
     pub fn allow_alias(&self, alias: &str, name: &str) {
-        if let Some(checkpoint) = self.source.checkpoint() {
+        if let Some(checkpoint) = self.common.source.checkpoint() {
             checkpoint.allow_alias(alias, name);
         }
         let mut state = self.lock();
@@ -275,7 +284,7 @@ impl ParamStore {
     /// An error if the checkpoint has tensors that are not among these parameters and that are not allowed.
     pub(crate) fn check_all_used(&self, used: &BTreeSet<String>) -> Result<()> {
         let used = used.iter().map(String::as_str).collect();
-        match self.source.checkpoint() {
+        match self.common.source.checkpoint() {
             Some(checkpoint) => self.lock().allowance.check_all_used(checkpoint, &used),
             None => Ok(()),
         }
@@ -287,13 +296,13 @@ impl ParamStore {
 
     /// Whether the source can give a parameter of this name.
     pub(crate) fn contains(&self, name: &str) -> bool {
-        let checkpoint = self.source.checkpoint();
+        let checkpoint = self.common.source.checkpoint();
         checkpoint.is_none_or(|checkpoint| checkpoint.entry(name).is_ok())
     }
 
     /// The global shape a parameter has in the checkpoint, if there is one.
     pub(crate) fn stored_shape(&self, name: &str) -> Result<Shape> {
-        let Some(checkpoint) = self.source.checkpoint() else {
+        let Some(checkpoint) = self.common.source.checkpoint() else {
             bail!(
                 "parameter {name}: its shape must be given, as there is no checkpoint to take it from"
             )
@@ -316,12 +325,12 @@ impl ParamStore {
         let param = params.get(&name);
         let packing = param.and_then(|param| param.packing.clone());
         let is_as_it_is = may_stay_packed && packing.is_none();
-        let weight = TiledWeight::new(whole, name.clone(), packing, &self.sharded);
+        let weight = TiledWeight::new(whole, name.clone(), packing, &self.common.sharded);
         let stays = |param: &&Param| is_as_it_is && pack_weights.includes(param.trainable);
         let (Some(param), Ok(dims)) = (param.filter(stays), weight.dims2()) else {
             return Ok(weight);
         };
-        let kept = || KeptWeight::new(&self.packed, dims, param.dtype(), param.trainable);
+        let kept = || KeptWeight::new(&self.common.packed, dims, param.dtype(), param.trainable);
         let kept = kept_packed.entry(name).or_insert_with(|| Arc::new(kept()));
         Ok(weight.kept_packed(kept.clone()))
     }
@@ -357,7 +366,7 @@ impl ParamStore {
                 (Some(first), false) => bail!("{}", asked_twice(&param.name, first, request.asker)),
             }
             let (first, second) = (format!("{:?}", param.init), format!("{:?}", request.init));
-            if first != second && self.source.is_drawn(&param.wanted()) {
+            if first != second && self.common.source.is_drawn(&param.wanted()) {
                 bail!(
                     "parameter {} is asked for twice, with other initial values: {first} and {second}\nhint: ask for it with the \
                      same Init everywhere",
@@ -385,7 +394,7 @@ impl ParamStore {
         let is_frozen = state.is_frozen.as_ref();
         let is_frozen = is_frozen.is_some_and(|is_frozen| is_frozen(&request.name));
         // Beside adapters nothing else is trained.
-        let trainable = !is_frozen && (request.is_adapter || self.source.lora.is_none());
+        let trainable = !is_frozen && (request.is_adapter || self.common.source.lora.is_none());
         let is_deferred = state.defers_values() || state.without_values;
         let is_tiled = request.by_tiles && state.replicas.tile_linears > 1;
         let is_packed = request.by_tiles && !trainable;
@@ -405,23 +414,10 @@ impl ParamStore {
         is_deferred: bool,
         format: Option<WeightFormat>,
     ) -> Result<Param> {
-        let ParamRequest {
-            name,
-            shape,
-            placement,
-            init,
-            dtype,
-            device,
-            asker,
-            is_tied,
-            by_tiles: _,
-            is_multiplied,
-            is_adapter,
-            is_inner,
-            is_used_at_times,
-        } = request;
+        let (name, shape, dtype) = (&request.name, &request.shape, request.dtype);
         let mut local_dims = shape.dims().to_vec();
-        if let Some(shard) = placement.shard() {
+        let shard = request.placement.shard();
+        if let Some(shard) = shard {
             let fits = local_dims.get(shard.dim()) == Some(&shard.global())
                 && shard.held().are_valid(shard.global());
             if !fits {
@@ -429,11 +425,15 @@ impl ParamStore {
             }
             local_dims[shard.dim()] = shard.len();
         }
-        let shard = placement.shard();
         let packing = match (format, local_dims.as_slice()) {
-            (Some(format), &[rows, columns]) => {
-                Packing::new(format, is_inner, &name, [rows, columns], shard, dtype)?
-            }
+            (Some(format), &[rows, columns]) => Packing::new(
+                format,
+                request.is_inner,
+                name,
+                [rows, columns],
+                shard,
+                dtype,
+            )?,
             _ => None,
         };
         let (held_dtype, held_dims) = match &packing {
@@ -442,47 +442,48 @@ impl ParamStore {
         };
         let num_bytes = held_dims.iter().product::<usize>() * held_dtype.size_in_bytes();
         let wanted = Wanted {
-            name: &name,
-            shape: &shape,
+            name,
+            shape,
             shard,
-            init,
-            is_adapter,
+            init: request.init,
+            is_adapter: request.is_adapter,
         };
-        let stored_dtype = self.source.stored_dtype(&wanted, dtype)?;
+        let stored_dtype = self.common.source.stored_dtype(&wanted, dtype)?;
         let var = || match is_deferred {
-            true => empty_var(held_dims, held_dtype, device),
+            true => empty_var(held_dims, held_dtype, request.device),
             false => {
-                let values = self.source.values(&wanted)?;
+                let values = self.common.source.values(&wanted)?;
                 let held = hold(values, packing.as_ref(), &local_dims, dtype)?;
                 match num_bytes {
-                    0 => empty_var(held_dims, held_dtype, device),
-                    _ => Var::from_tensor(&held.to_device(device)?),
+                    0 => empty_var(held_dims, held_dtype, request.device),
+                    _ => Var::from_tensor(&held.to_device(request.device)?),
                 }
             }
         };
         let var = var().map_err(|err| {
             err.context(format!(
                 "putting parameter {name} of {num_bytes} bytes on {:?}",
-                device.location()
+                request.device.location()
             ))
         })?;
+        let block = request.asker.block();
         let param = Param {
             var,
-            name,
-            global_shape: shape,
-            placement,
-            init,
-            blocks: vec![asker.block()],
-            multiplied_by: is_multiplied.then(|| asker.block()).into_iter().collect(),
-            asked_by: (!is_tied).then_some(asker),
+            name: request.name,
+            global_shape: request.shape,
+            placement: request.placement,
+            init: request.init,
+            blocks: vec![block],
+            multiplied_by: request.is_multiplied.then_some(block).into_iter().collect(),
+            asked_by: (!request.is_tied).then_some(request.asker),
             trainable,
-            is_used_at_times,
+            is_used_at_times: request.is_used_at_times,
             is_tiled: false,
             packing,
-            is_adapter,
+            is_adapter: request.is_adapter,
             stored_dtype,
-            pending: self.pending.clone(),
-            of_products: self.packed.clone(),
+            pending: self.common.pending.clone(),
+            of_products: self.common.packed.clone(),
         };
         if is_deferred {
             param.release()?;
@@ -506,7 +507,7 @@ impl ParamStore {
     pub(crate) fn specs(&self, pp_rank: usize, layout: &PipelineLayout) -> Vec<ParamSpec> {
         let state = self.lock();
         let spec = |param: &Param| {
-            let is_drawn = self.source.is_drawn(&param.wanted());
+            let is_drawn = self.common.source.is_drawn(&param.wanted());
             ParamSpec::of(param, pp_rank, is_drawn, layout)
         };
         state.params.values().map(spec).collect()
@@ -521,7 +522,7 @@ impl ParamStore {
     pub(crate) fn check(&self, model: &ModelSpec, num_replicas: usize) -> Result<()> {
         let state = self.lock();
         state.replicas.validate(num_replicas)?;
-        model.check_adapters(self.source.lora.as_ref(), &state.linears)
+        model.check_adapters(self.common.source.lora.as_ref(), &state.linears)
     }
 
     /// Ends construction: finds out what the whole model asks for and which ties it has between stages, and checks that it used every
@@ -543,18 +544,14 @@ impl ParamStore {
         let requested = Requested {
             params,
             specs,
-            source: self.source.clone(),
+            common: self.common.clone(),
             allowance: state.allowance.clone(),
-            pending: self.pending.clone(),
-            set_weights: self.set_weights.clone(),
-            sharded: self.sharded.clone(),
-            packed: self.packed.clone(),
             replicas: state.replicas,
             offload: state.offload.clone(),
             without_values: state.without_values,
         };
         let params = Parameters::new(requested, mesh, layout, facts)?;
-        let lora = self.source.lora.as_ref();
+        let lora = self.common.source.lora.as_ref();
         params.model().check_adapters(lora, &state.linears)?;
         if let Some(is_frozen) = &state.is_frozen {
             check_frozen(&params, is_frozen, lora.is_some())?;

@@ -6,12 +6,23 @@ use std::sync::Arc;
 
 use candle_comm::{ProcessGroup, message_of};
 use candle_core::{Result, bail};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use super::folder::{CheckpointFolder, LockedFolder};
 use super::manifest::CheckpointManifest;
-use super::rank_file::{RankFile, SaveId};
+use super::rank_file::RankFile;
 use crate::agreement::{agree, exchange};
 use crate::view::View;
+
+/// What rank 0 says, on every rank; or, if some failed, one message for all. Every rank must call it.
+pub(super) fn of_first<T: Default + Serialize + DeserializeOwned>(
+    world: &ProcessGroup,
+    own: Result<T>,
+) -> Result<std::result::Result<T, String>> {
+    let said = exchange(world, &own.map_err(|err| message_of(&err)))?;
+    Ok(said.map(|of_ranks| of_ranks.into_iter().next().unwrap_or_default()))
+}
 
 /// A training checkpoint, from which a run of any layout resumes.
 pub struct TrainingCheckpoint {
@@ -74,13 +85,10 @@ impl TrainingCheckpoint {
             folder.steps()
         };
         let steps = match world.rank() {
-            0 => look().map_err(|err| message_of(&err)),
+            0 => look(),
             _ => Ok(Vec::new()),
         };
-        let steps = match exchange(world, &steps)? {
-            Ok(of_ranks) => of_ranks.into_iter().next().unwrap_or_default(),
-            Err(message) => return Err(candle_core::Error::msg(message)),
-        };
+        let steps = of_first(world, steps)?.map_err(candle_core::Error::msg)?;
         let mut skipped = Vec::new();
         for step in steps {
             let checkpoint = Self::verify(world, &folder.path(step));
@@ -119,12 +127,8 @@ impl TrainingCheckpoint {
         let mine = records.clone().skip(world.rank());
         let mut mine = mine.step_by(world.world_size());
         mine.try_for_each(|file| file.check_sum(dir))?;
-        let id = SaveId {
-            run: manifest.run.clone(),
-            step: manifest.step,
-        };
         let of_ranks = records.filter(|file| file.is_of_rank());
-        let files = of_ranks.map(|file| RankFile::open(&dir.join(&file.name), &id));
+        let files = of_ranks.map(|file| RankFile::open(&dir.join(&file.name), &manifest));
         let files: Vec<RankFile> = files.collect::<Result<_>>()?;
         let mut pieces: HashMap<String, Vec<(usize, View)>> = HashMap::new();
         for (index, file) in files.iter().enumerate() {

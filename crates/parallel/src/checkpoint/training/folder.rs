@@ -109,10 +109,7 @@ impl CheckpointFolder {
     }
 
     fn error(&self, what: &str, err: &std::io::Error) -> Error {
-        Error::msg(format!(
-            "cannot {what} the checkpoint folder {}: {err}",
-            self.0.display()
-        ))
+        cannot(&format!("{what} the checkpoint folder"), &self.0, err)
     }
 
     /// Makes the folder, keeps other runs out of it while the result lives, and removes what a killed save left.
@@ -180,12 +177,7 @@ impl CheckpointFolder {
                 message_of(&damage)
             );
         }
-        StagedFolder::create(&path).map_err(|err| {
-            Error::msg(format!(
-                "cannot begin the checkpoint {}: {err}",
-                path.display()
-            ))
-        })
+        StagedFolder::create(&path).map_err(|err| cannot("begin the checkpoint", &path, &err))
     }
 
     /// Gives what has the name of the checkpoint after `step` steps, and is none, a name that is free.
@@ -264,15 +256,15 @@ impl CheckpointFolder {
         let old = old.filter(|&step| Some(step) != best && Some(step) != spared);
         let hidden = old.map(|step| {
             let path = self.path(step);
-            hide(&path).map_err(|err| {
-                Error::msg(format!(
-                    "cannot remove the old checkpoint {}: {err}",
-                    path.display()
-                ))
-            })
+            hide(&path).map_err(|err| cannot("remove the old checkpoint", &path, &err))
         });
         hidden.collect()
     }
+}
+
+/// Says that something could not be done to what is at `path`.
+pub(super) fn cannot(what: &str, path: &Path, err: &std::io::Error) -> Error {
+    Error::msg(format!("cannot {what} {}: {err}", path.display()))
 }
 
 /// Takes the name from a checkpoint that is to be removed: at no moment a part of it has it.

@@ -70,15 +70,15 @@ impl TrainingCheckpoint {
     /// # Errors
     /// The same on every rank: another model, another optimizer, values that are nowhere. Some values may have been replaced then.
     pub fn load(&self, optimizer: &mut DistributedOptimizer) -> Result<()> {
-        let world = optimizer.mesh().world.clone();
+        let world = optimizer.mesh.world.clone();
         let loaded = self.load_own(optimizer);
         agree(&world, loaded)
     }
 
     fn load_own(&self, optimizer: &mut DistributedOptimizer) -> Result<()> {
-        self.check_model(optimizer.params())?;
+        self.check_model(&optimizer.params)?;
         optimizer.check_rule(&self.manifest.optimizer)?;
-        let params = optimizer.params().clone();
+        let params = optimizer.params.clone();
         params.wait_for_updates()?;
         if let Some(sharded) = params.sharded() {
             sharded.free_all()?;
@@ -108,7 +108,7 @@ impl TrainingCheckpoint {
 
     /// Loads what lies in this rank's slice of one bucket.
     fn load_bucket(&self, optimizer: &DistributedOptimizer, of_bucket: &[OwnValues]) -> Result<()> {
-        let params = optimizer.params();
+        let params = &optimizer.params;
         let Some(bucket) = of_bucket.first().map(|own| own.bucket) else {
             return Ok(());
         };

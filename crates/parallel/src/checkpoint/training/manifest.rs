@@ -1,7 +1,7 @@
 //! The last file of a checkpoint, without which it does not exist: what it holds, and how to tell whether it is whole.
 
 use std::hash::Hasher;
-use std::io::{Error, ErrorKind};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -125,9 +125,6 @@ struct Envelope<T> {
     #[serde(flatten)]
     content: T,
 }
-
-#[derive(Serialize, Deserialize)]
-struct Anything {}
 
 /// The text before and after the part that the checksum is of.
 const PARTS: [&str; 3] = ["{\"xxh64\":\"", "\",\"manifest\":", "}\n"];
@@ -257,7 +254,7 @@ impl CheckpointManifest {
         }
         let fail =
             |err: serde_json::Error| candle_core::Error::msg(format!("{name} has no sense: {err}"));
-        let envelope: Envelope<Anything> = serde_json::from_str(content).map_err(fail)?;
+        let envelope: Envelope<serde_json::Value> = serde_json::from_str(content).map_err(fail)?;
         if envelope.format != FORMAT || envelope.version != VERSION {
             bail!(
                 "{name} is a {:?} of version {}; expected a {FORMAT:?} of version {VERSION}\nhint: another version of this \
@@ -266,12 +263,7 @@ impl CheckpointManifest {
                 envelope.version
             );
         }
-        let mut content: serde_json::Value = serde_json::from_str(content).map_err(fail)?;
-        if let Some(fields) = content.as_object_mut() {
-            fields.remove("format");
-            fields.remove("version");
-        }
-        serde_json::from_value(content).map_err(fail)
+        serde_json::from_value(envelope.content).map_err(fail)
     }
 }
 
@@ -382,7 +374,7 @@ fn checksum_of(path: &Path) -> std::io::Result<u64> {
             Ok(0) => return Ok(hash.finish()),
             Ok(len) => hash.write(&block[..len]),
             Err(err) if err.kind() == ErrorKind::Interrupted => {}
-            Err(err) => return Err(Error::new(err.kind(), err)),
+            Err(err) => return Err(err),
         }
     }
 }

@@ -25,7 +25,7 @@ pub(super) struct OwnValues {
 /// The values of all parameters that lie in this rank's slices, bucket by bucket, and of a bucket part by part. The one place that knows how
 /// slots and slices lie.
 pub(super) fn own_values(optimizer: &DistributedOptimizer) -> Vec<OwnValues> {
-    let params = optimizer.params();
+    let params = &optimizer.params;
     let mut all = Vec::new();
     for (place, bucket) in params.layout().all().enumerate() {
         let own = params.groups().own_range(bucket.len);
@@ -52,7 +52,7 @@ pub(super) fn own_values(optimizer: &DistributedOptimizer) -> Vec<OwnValues> {
 
 /// Those that this rank writes: over the world each value of the model is written by one rank.
 pub(super) fn written_values(optimizer: &DistributedOptimizer) -> Vec<OwnValues> {
-    let params = optimizer.params();
+    let params = &optimizer.params;
     if params.groups().replicate.rank() != 0 {
         return Vec::new();
     }

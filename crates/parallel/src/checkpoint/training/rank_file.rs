@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::{DType, Error, Result, Tensor, bail};
 use safetensors::{Dtype, SafeTensors};
 
-use super::manifest::FileRecord;
+use super::folder::cannot;
+use super::manifest::{CheckpointManifest, FileRecord};
 use super::rank_tensors::RankTensors;
 use crate::checkpoint::tensor_file::{TensorFile, header};
 use crate::files::{MappedFile, decode};
@@ -17,13 +18,6 @@ use crate::view::View;
 
 /// What readers of safetensors accept before the tensors.
 const MAX_HEADER_BYTES: usize = 100_000_000;
-
-/// Which save a file belongs to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct SaveId {
-    pub run: String,
-    pub step: usize,
-}
 
 /// A file of a checkpoint, opened.
 pub(super) struct RankFile {
@@ -46,18 +40,23 @@ pub(super) struct RankFileWriter {
 }
 
 impl RankFileWriter {
-    /// Begins the file in `dir`, which is to have `tensors`.
+    /// Begins the file in `dir`, which is to have `all` and to be of the save of `manifest`.
     ///
     /// # Errors
     /// What the file system returns.
-    pub fn create(dir: &Path, rank: usize, id: &SaveId, tensors: &RankTensors) -> Result<Self> {
-        let pieces = serde_json::to_string(&tensors.pieces).map_err(Error::wrap)?;
+    pub fn create(
+        dir: &Path,
+        rank: usize,
+        manifest: &CheckpointManifest,
+        all: &RankTensors,
+    ) -> Result<Self> {
+        let pieces = serde_json::to_string(&all.pieces).map_err(Error::wrap)?;
         let metadata = [
-            ("run".to_string(), id.run.clone()),
-            ("step".to_string(), id.step.to_string()),
+            ("run".to_string(), manifest.run.clone()),
+            ("step".to_string(), manifest.step.to_string()),
             ("pieces".to_string(), pieces),
         ];
-        let tensors = tensors.iter().map(|tensor| {
+        let tensors = all.tensors.iter().map(|tensor| {
             let shape = vec![tensor.len];
             (tensor.name.clone(), tensor.dtype.into(), shape)
         });
@@ -106,10 +105,7 @@ impl RankFileWriter {
 }
 
 fn cannot_write(path: &Path, err: &std::io::Error) -> Error {
-    Error::msg(format!(
-        "cannot write the checkpoint's file {}: {err}",
-        path.display()
-    ))
+    cannot("write the checkpoint's file", path, err)
 }
 
 /// An error that names the first tensor of a rank's file with values that are NaN or infinite.
@@ -141,8 +137,8 @@ pub(super) fn check_finite(path: &Path) -> Result<()> {
 }
 
 impl RankFile {
-    /// Opens a file whose size and checksum were compared, and that belongs to the save `id`.
-    pub fn open(path: &Path, id: &SaveId) -> Result<Self> {
+    /// Opens a file whose size and checksum were compared, and that belongs to the save of `manifest`.
+    pub fn open(path: &Path, manifest: &CheckpointManifest) -> Result<Self> {
         let map = MappedFile::open(path)?;
         let fail = |what: &dyn std::fmt::Display| {
             Error::msg(format!(
@@ -154,14 +150,13 @@ impl RankFile {
         let first = header_len + size_of::<u64>();
         let texts = metadata.metadata().clone().unwrap_or_default();
         let text = |name: &str| texts.get(name).map_or("", String::as_str);
-        if text("run") != id.run || text("step") != id.step.to_string() {
+        let CheckpointManifest { run, step, .. } = manifest;
+        if text("run") != run || text("step") != step.to_string() {
             bail!(
-                "{} belongs to step {} of run {}; expected step {} of run {}, whose manifest is beside it",
+                "{} belongs to step {} of run {}; expected step {step} of run {run}, whose manifest is beside it",
                 path.display(),
                 text("step"),
-                text("run"),
-                id.step,
-                id.run
+                text("run")
             );
         }
         let pieces: Vec<View> = serde_json::from_str(text("pieces")).map_err(|err| fail(&err))?;

@@ -15,7 +15,7 @@ pub(super) const WEIGHT: &str = "weight";
 
 /// The tensors of a rank's file, in its order.
 pub(super) struct RankTensors {
-    tensors: Vec<RankTensor>,
+    pub tensors: Vec<RankTensor>,
     pub pieces: Vec<View>,
 }
 
@@ -49,7 +49,7 @@ impl RankTensors {
     /// # Errors
     /// A weight that is to be written and is packed.
     pub fn new(optimizer: &DistributedOptimizer, has_weights: &[bool]) -> Result<Self> {
-        let params = optimizer.params();
+        let params = &optimizer.params;
         for (param, _) in params.iter().zip(has_weights).filter(|(_, has)| **has) {
             if param.is_packed() {
                 bail!(
@@ -97,14 +97,6 @@ impl RankTensors {
         Ok(all)
     }
 
-    pub fn iter(&self) -> impl Iterator<Item = &RankTensor> {
-        self.tensors.iter()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.tensors.is_empty()
-    }
-
     /// Lets `see` have the values of one tensor after the other, in the host's memory. What is away comes and goes part by part.
     ///
     /// # Errors
@@ -114,7 +106,7 @@ impl RankTensors {
         optimizer: &DistributedOptimizer,
         mut see: impl FnMut(&RankTensor, Tensor) -> Result<()>,
     ) -> Result<()> {
-        let params = optimizer.params();
+        let params = &optimizer.params;
         params.wait_for_updates()?;
         let mut see = |tensor: &RankTensor, values: Tensor| {
             see(tensor, values.force_contiguous()?.to_device(&Device::Cpu)?)
@@ -167,7 +159,7 @@ impl RankTensors {
     /// # Errors
     /// Memory that is missing, and what [`Self::read`] returns.
     pub fn stage(&self, optimizer: &DistributedOptimizer) -> Result<Vec<StagedTensor>> {
-        let meter = optimizer.params().meter();
+        let meter = optimizer.params.meter();
         let mut staged = Vec::with_capacity(self.tensors.len());
         self.read(optimizer, |tensor, values| {
             staged.push(StagedTensor {

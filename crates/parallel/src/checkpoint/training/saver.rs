@@ -12,10 +12,10 @@ use candle_comm::{ProcessGroup, message_of};
 use candle_core::{Error, Result, bail};
 use serde::{Deserialize, Serialize};
 
-use super::checkpoint::TrainingCheckpoint;
-use super::folder::{CheckpointFolder, LockedFolder};
+use super::checkpoint::{TrainingCheckpoint, of_first};
+use super::folder::{CheckpointFolder, LockedFolder, cannot};
 use super::manifest::{CheckpointManifest, CheckpointNote, FileRecord, MANIFEST_FILE, SavedLayout};
-use super::rank_file::{RankFileWriter, SaveId};
+use super::rank_file::RankFileWriter;
 use super::rank_tensors::{RankTensors, written_weights};
 use crate::agreement::{agree, exchange};
 use crate::checkpoint::StagedFolder;
@@ -44,33 +44,15 @@ struct SaveInFlight {
     step: usize,
     /// On rank 0: the folder, and the manifest without its files.
     staged: Option<(StagedFolder, CheckpointManifest)>,
-    files: Writing,
-}
-
-/// The files of a rank that are being written, or why they could not even be begun.
-enum Writing {
-    Thread(JoinHandle<Written>),
-    Failed(String),
+    /// The thread that writes this rank's files, or why they could not even be begun.
+    files: std::result::Result<JoinHandle<Written>, String>,
 }
 
 type Written = std::result::Result<Vec<FileRecord>, String>;
 
-impl Writing {
-    fn is_finished(&self) -> bool {
-        match self {
-            Self::Thread(thread) => thread.is_finished(),
-            Self::Failed(_) => true,
-        }
-    }
-
-    fn wait(self) -> Written {
-        match self {
-            Self::Thread(thread) => thread
-                .join()
-                .unwrap_or_else(|_| Err("the thread that writes panicked".into())),
-            Self::Failed(message) => Err(message),
-        }
-    }
+fn wait(thread: JoinHandle<Written>) -> Written {
+    let panicked = |_| Err("the thread that writes panicked".into());
+    thread.join().unwrap_or_else(panicked)
 }
 
 /// How a save ended, the same on every rank.
@@ -238,7 +220,7 @@ impl CheckpointSaver {
         }
         // What an older checkpoint takes is free again.
         self.wait_for_remover();
-        let (params, mesh) = (optimizer.params(), optimizer.mesh());
+        let (params, mesh) = (&optimizer.params, &optimizer.mesh);
         params.check_copies(mesh, "when a checkpoint was to be saved", |index| {
             params.values(index)
         })?;
@@ -276,20 +258,13 @@ impl CheckpointSaver {
             step,
             note.into(),
         );
-        let id = SaveId {
-            run: self.run.clone(),
-            step,
-        };
         let tensors = RankTensors::new(optimizer, &written_weights(params, &save_sources));
-        let files = tensors.and_then(|tensors| self.write(optimizer, dir, id, &tensors));
+        let files = tensors.and_then(|tensors| self.write(optimizer, dir, &manifest, &tensors));
         self.in_flight = Some(SaveInFlight {
             step,
             staged: folder?.map(|folder| (folder, manifest)),
             // The other ranks learn it at the end.
-            files: match files {
-                Ok(thread) => Writing::Thread(thread),
-                Err(err) => Writing::Failed(message_of(&err)),
-            },
+            files: files.map_err(|err| message_of(&err)),
         });
         Ok(None)
     }
@@ -309,13 +284,13 @@ impl CheckpointSaver {
         &self,
         optimizer: &DistributedOptimizer,
         dir: PathBuf,
-        id: SaveId,
+        manifest: &CheckpointManifest,
         tensors: &RankTensors,
     ) -> Result<JoinHandle<Written>> {
         let rank = self.world.rank();
-        let mut file = match tensors.is_empty() {
+        let mut file = match tensors.tensors.is_empty() {
             true => None,
-            false => Some(RankFileWriter::create(&dir, rank, &id, tensors)?),
+            false => Some(RankFileWriter::create(&dir, rank, manifest, tensors)?),
         };
         let mut staged = Vec::new();
         match (&mut file, optimizer.is_away()) {
@@ -352,7 +327,8 @@ impl CheckpointSaver {
         let Some(in_flight) = &self.in_flight else {
             return Ok(None);
         };
-        let is_done = [u8::from(in_flight.files.is_finished())];
+        let is_done = in_flight.files.as_ref();
+        let is_done = [u8::from(is_done.map_or(true, JoinHandle::is_finished))];
         let all = self.world.all_gather_bytes(&is_done)?;
         match all.iter().all(|is_done| *is_done == [1]) {
             true => self.finish(),
@@ -369,7 +345,7 @@ impl CheckpointSaver {
             return Ok(None);
         };
         let step = in_flight.step;
-        let written = exchange(&self.world, &in_flight.files.wait())?;
+        let written = exchange(&self.world, &in_flight.files.and_then(wait))?;
         let ended = match (in_flight.staged, written) {
             (None, _) => Ok(None),
             (Some((folder, manifest)), Ok(files)) => {
@@ -415,15 +391,10 @@ impl CheckpointSaver {
             file.write_all(text.as_bytes())?;
             file.sync_all()
         };
-        write(manifest.to_text()?)
-            .map_err(|err| Error::msg(format!("cannot write {}: {err}", path.display())))?;
+        write(manifest.to_text()?).map_err(|err| cannot("write", &path, &err))?;
         let path = self.folder.path(step);
-        folder.commit(true).map_err(|err| {
-            Error::msg(format!(
-                "cannot finish the checkpoint {}: {err}",
-                path.display()
-            ))
-        })?;
+        let committed = folder.commit(true);
+        committed.map_err(|err| cannot("finish the checkpoint", &path, &err))?;
         let removed = match self.removes_on_request {
             false => self.remove_old(step, None),
             true => Ok(()),
@@ -469,10 +440,7 @@ impl CheckpointSaver {
             }
             _ => Ok(SetAside::default()),
         };
-        match exchange(&self.world, &own.map_err(|err| message_of(&err)))? {
-            Ok(of_ranks) => Ok(of_ranks.into_iter().next().unwrap_or_default()),
-            Err(message) => bail!("{message}"),
-        }
+        of_first(&self.world, own)?.map_err(Error::msg)
     }
 
     /// Whether the folder is this run's still, on rank 0: somebody may have removed it, and another run made it again.
@@ -492,7 +460,7 @@ impl Drop for CheckpointSaver {
     /// Nothing of this run changes the folder after the lock is gone.
     fn drop(&mut self) {
         if let Some(in_flight) = self.in_flight.take() {
-            let _ = in_flight.files.wait();
+            let _ = in_flight.files.and_then(wait);
         }
         self.wait_for_remover();
     }
