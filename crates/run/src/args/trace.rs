@@ -9,7 +9,6 @@ use candle_trainer::Tracer;
 use clap::Args;
 use serde::{Serialize, Serializer};
 
-use crate::flags::default_of;
 use crate::output::observer::Observers;
 
 /// Steps that are recorded unless the flags say otherwise.
@@ -29,12 +28,6 @@ pub struct TraceArgs {
     #[arg(long, value_name = "FIRST..END", value_parser = steps, requires = "trace")]
     #[serde(serialize_with = "range")]
     pub trace_steps: Option<Range<usize>>,
-}
-
-impl Default for TraceArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl TraceArgs {
