@@ -6,8 +6,9 @@ use clap::{Arg, Command};
 
 use candle_train_run::find;
 
-/// The words of a command line as clap knows them, and names of the switches that are given as false. In names of flags `_` stands for `-`; a switch may be followed by `true` or `false`; and
-/// `chat` is `generate --chat`. What a command passes on to another program stays as it is.
+/// The words of a command line as clap knows them, and names of the switches that are given as false. In names of flags
+/// `_` stands for `-`; a switch may be followed by `true` or `false`; and `chat` is `generate --chat`. What a command
+/// passes on to another program stays as it is.
 pub(crate) fn as_spelled_here(
     whole: &Command,
     mut words: Vec<OsString>,

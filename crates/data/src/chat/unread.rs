@@ -85,8 +85,8 @@ impl ChatTemplate {
         })
     }
 
-    /// Of messages whose texts are not in `text`: the first one that says nothing else, and whether one that calls tools is among them, as a
-    /// template may write calls in place of the text.
+    /// Of messages whose texts are not in `text`: the first one that says nothing else, and whether one that calls
+    /// tools is among them, as a template may write calls in place of the text.
     fn hidden_contents(&self, chat: &Chat, text: &str) -> (Option<usize>, bool) {
         let is_said = |message: &Value| {
             let content = message.get_attr("content").unwrap_or_default();

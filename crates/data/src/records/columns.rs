@@ -124,8 +124,8 @@ impl<'a> MappedColumns<'a> {
         }
     }
 
-    /// An object with its columns under the names of their fields; and the names of fields that say something, and in whose place a column of
-    /// another name is read.
+    /// An object with its columns under the names of their fields; and the names of fields that say something, and in
+    /// whose place a column of another name is read.
     pub fn rename<'v>(&self, object: &'v Value) -> (Cow<'v, Value>, Vec<String>) {
         let mut replaced = Vec::new();
         if self.columns.columns.is_empty() {

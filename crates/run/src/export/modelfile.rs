@@ -6,8 +6,8 @@ use crate::export::generation_config::GenerationFile;
 use crate::export::gguf::Parts;
 
 impl Parts {
-    /// The text of a Modelfile that begins with `from`, FROM and, of an adapter alone, ADAPTER; and what is to be known of it. `adds_bos`: llama.cpp
-    /// puts the first token before a text by itself.
+    /// The text of a Modelfile that begins with `from`, FROM and, of an adapter alone, ADAPTER; and what is to be known
+    /// of it. `adds_bos`: llama.cpp puts the first token before a text by itself.
     pub fn modelfile(&self, from: &str, adds_bos: bool) -> (String, Option<String>) {
         let mut text = format!("{from}\n");
         let bos = self.tokenizer.bos_id().filter(|_| adds_bos);

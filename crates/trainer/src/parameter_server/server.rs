@@ -270,8 +270,9 @@ impl ParameterServer {
         })
     }
 
-    /// The most that any server says, at the end of a step, of itself and of its workers: 1 if it is to stop, 1 if it has diverged, steps of a
-    /// worker whose gradients were applied, and these with the one that it computes with the weights that it has.
+    /// The most that any server says, at the end of a step, of itself and of its workers: 1 if it is to stop, 1 if it
+    /// has diverged, steps of a worker whose gradients were applied, and these with the one that it computes with the
+    /// weights that it has.
     fn most_of_all(&self, step: &ServedStep, asks_to_stop: bool) -> Result<[usize; 4]> {
         let clocks = self.workers.iter().map(|seat| seat.clock);
         let alive = self.workers.iter().filter(|seat| !seat.is_gone);

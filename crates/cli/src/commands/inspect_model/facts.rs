@@ -10,7 +10,8 @@ use candle_train_models::ModelConfig;
 use candle_trainer::{ChatTemplate, Tokenizer, counted};
 use serde_json::Value;
 
-/// What facts of the model in `dir` are called, and what they are: of its `config.json`, also if it is none that can be trained, of its weights, and of its tokenizer.
+/// What facts of the model in `dir` are called, and what they are: of its `config.json`, also if it is none that can be
+/// trained, of its weights, and of its tokenizer.
 ///
 /// # Errors
 /// `config.json` cannot be read, or is no JSON.

@@ -15,7 +15,8 @@ use candle_train_run::print_line;
 /// Tokens of a micro-batch, or the model's context if that is shorter.
 const NUM_TOKENS: usize = 2048;
 
-/// A way to train: its flags, the type of weights, whether there are adapters, and in which form the weights beside them are.
+/// A way to train: its flags, the type of weights, whether there are adapters, and in which form the weights beside
+/// them are.
 type Way = (&'static str, DType, bool, Option<WeightFormat>);
 
 const WAYS: [Way; 4] = [

@@ -3,7 +3,8 @@
 use super::style::Category;
 use super::trace_file::{Rank, TraceSpan};
 
-/// What events that lie within each other or apart say of the time from `start` to `end`, one piece of it after the other: what the innermost says.
+/// What events that lie within each other or apart say of the time from `start` to `end`, one piece of it after the
+/// other: what the innermost says.
 pub(super) fn segments(events: &[TraceSpan], (start, end): (f64, f64)) -> Vec<TraceSpan> {
     let mut events: Vec<&TraceSpan> = events.iter().collect();
     // What lies within another one comes after it.
