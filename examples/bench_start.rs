@@ -14,7 +14,7 @@
 
 use std::fs;
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use candle_comm::launch::threads_with;
@@ -116,7 +116,7 @@ fn of_threads(args: &Args, num_ranks: usize, before: u64) -> Result<Start> {
         cp: 1,
         tp,
     };
-    let most = Mutex::new(before);
+    let most = AtomicU64::new(before);
     let begun = Instant::now();
     let run = |world| {
         let mesh = Mesh::new(world, degrees)?;
@@ -132,18 +132,13 @@ fn of_threads(args: &Args, num_ranks: usize, before: u64) -> Result<Start> {
         mesh.world.barrier()?;
         let took = begun.elapsed();
         if mesh.world.rank() == 0 {
-            *most
-                .lock()
-                .unwrap_or_else(std::sync::PoisonError::into_inner) = resident_bytes()?;
+            most.store(resident_bytes()?, Ordering::Relaxed);
         }
         mesh.world.barrier()?;
         Ok((took, params.catalog().len(), params.num_buckets()))
     };
     let ended = threads_with(LocalConfig::new(num_ranks), run)?;
     let (_, num_params, num_buckets) = ended[0];
-    let most = most
-        .into_inner()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
     Ok(Start {
         num_ranks,
         num_running: num_ranks,
@@ -152,7 +147,7 @@ fn of_threads(args: &Args, num_ranks: usize, before: u64) -> Result<Start> {
             .map(|(took, ..)| *took)
             .max()
             .unwrap_or_default(),
-        bytes: most.saturating_sub(before),
+        bytes: most.into_inner().saturating_sub(before),
         num_params,
         num_buckets,
     })

@@ -153,6 +153,7 @@ const MAX_THREADS: usize = 1024;
 static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
 
 /// What the first rank measured.
+#[derive(Default)]
 struct Measured {
     losses: Vec<f64>,
     grad_norms: Vec<f64>,
@@ -351,29 +352,10 @@ fn bench(
         trainer = trainer.with_checkpoints(checkpoints);
     }
     let mut measured = Measured {
-        losses: Vec::new(),
-        grad_norms: Vec::new(),
-        loss_scale: 1.0,
-        skipped_steps: 0,
-        step_secs: Vec::new(),
-        saving_step_secs: Vec::new(),
-        writing_step_secs: Vec::new(),
-        times: Vec::new(),
         num_parameters,
         num_trainable_parameters,
-        page_faults_per_step: 0,
-        moved: MovedBytes::default(),
-        plain_copy_secs: None,
-        peak_allocated_bytes: 0,
-        peak_rss_bytes: 0,
-        product_floor_secs: None,
         flops_per_token,
-        memory: MemoryReport::default(),
-        gpu: None,
-        profile: None,
-        pipeline: Vec::new(),
-        context_bytes: 0,
-        stage_secs: None,
+        ..Measured::default()
     };
     let mut faults_before = 0;
     let mut moved_before = MovedBytes::default();

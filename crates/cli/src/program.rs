@@ -208,7 +208,7 @@ pub fn candle_train() -> ExitCode {
         CandleTrain::Finetune(training) => training.run(file),
         CandleTrain::Pretrain(training) => training.run(file),
         CandleTrain::Preview(args) => exit_with(log_to_stderr().and_then(|()| args.run())),
-        CandleTrain::Merge(args) => args.run(),
+        CandleTrain::Merge(args) => exit_with(args.run()),
         CandleTrain::Generate(args) => match args.ranks.needs_mpi() {
             Ok(true) => ExitCode::from(NEEDS_MPI_EXIT_CODE),
             _ => exit_with(log_to_stderr().and_then(|()| args.run())),

@@ -22,3 +22,24 @@ pub(crate) mod strategy;
 pub(crate) mod text;
 pub(crate) mod trace;
 pub(crate) mod training;
+
+use crate::flags::default_of;
+
+/// Gives parts of a run the defaults of their flags.
+macro_rules! with_defaults_of_flags {
+    ($($part:ty),* $(,)?) => {
+        $(impl Default for $part {
+            fn default() -> Self {
+                default_of()
+            }
+        })*
+    };
+}
+
+with_defaults_of_flags! {
+    batches::BatchArgs, checkpoints::CheckpointArgs, context::ContextArgs, data::DataArgs,
+    evaluation::EvalArgs, freeze::FreezeArgs, layout::LayoutArgs, logs::LogArgs,
+    loss_scale::LossScaleArgs, optimizer::OptimizerArgs, output::OutputArgs,
+    pipeline::ScheduleArgs, pipeline::PipelineArgs, ranks::RankArgs, samples::SampleArgs,
+    sequences::SequenceArgs, strategy::StrategyArgs, trace::TraceArgs, training::TrainingArgs,
+}

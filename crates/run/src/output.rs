@@ -78,7 +78,7 @@ pub fn exit_as_rank(result: Result<ExitCode>, has_begun: bool) -> ExitCode {
         print_for_all(&in_words(&err));
         match RankEnv::from_env() {
             _ if has_begun => ExitCode::FAILURE,
-            Ok(env) => exit_code_of_refusal(&env),
+            Ok(env) => ExitCode::from(code_of_refusal(&env)),
             Err(_) => ExitCode::from(WOULD_FAIL_AGAIN_EXIT_CODE),
         }
     })
@@ -105,11 +105,6 @@ pub fn print_note(line: &str) {
 
 /// The exit code of a run that was refused before its first step: starting it again would not help. One that was started before may have run
 /// then, on other hosts.
-pub fn exit_code_of_refusal(env: &RankEnv) -> ExitCode {
-    ExitCode::from(code_of_refusal(env))
-}
-
-/// The number of [`exit_code_of_refusal`].
 pub fn code_of_refusal(env: &RankEnv) -> u8 {
     match env.num_restarts() {
         0 => WOULD_FAIL_AGAIN_EXIT_CODE,

@@ -9,9 +9,7 @@ use candle_comm::Degrees;
 use candle_core::{DType, Error, Result};
 use candle_ops::MatmulPrecision;
 use candle_parallel::checkpoint::open_file;
-use candle_trainer::{
-    DataPosition, EvalHistory, LossHistory, Samples, TrainConfig, TrainingRecord,
-};
+use candle_trainer::{Samples, TrainConfig, TrainingRecord};
 use serde_json::{Map, Value};
 use twox_hash::XxHash64;
 
@@ -74,11 +72,7 @@ impl TrainingArgs {
             settings,
             sum_order: self.sum_order(),
             model,
-            position: DataPosition::default(),
-            save_dtype: None,
-            evaluation: EvalHistory::default(),
-            losses: LossHistory::default(),
-            repeats_gradients: false,
+            ..TrainingRecord::default()
         })
     }
 

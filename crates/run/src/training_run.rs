@@ -320,16 +320,12 @@ impl TrainingRun<'_> {
         };
         let mut ended = ends.map(|ends| ends.into_iter().next().unwrap_or(End::Complete));
         // A run that failed or was stopped may have nothing else.
-        if claimed.is_some()
-            && matches!(ended, Ok(End::Complete | End::WithoutCheckpoints(_)))
-            && let Err(err) = remove_best(output)
-        {
+        let is_done =
+            claimed.is_some() && matches!(ended, Ok(End::Complete | End::WithoutCheckpoints(_)));
+        if is_done && let Err(err) = remove_best(output) {
             self.observers.warn(err.to_string());
         }
-        if claimed.is_some()
-            && matches!(ended, Ok(End::Complete | End::WithoutCheckpoints(_)))
-            && let Some(export) = self.gguf_export(&settled.save)
-        {
+        if is_done && let Some(export) = self.gguf_export(&settled.save) {
             match export.run() {
                 Ok(lines) => {
                     let lines = lines.into_iter().chain([export.in_words()]);
@@ -434,9 +430,11 @@ impl TrainingRun<'_> {
             Some(server) => Trainer::of_server(train, mesh, part, server)?,
         };
         let mut trainer = trainer.with_flops(flops);
-        let losses = resumed.as_ref().map(|resumed| resumed.losses.clone());
+        let losses = resumed
+            .as_ref()
+            .map(|resumed| resumed.record.losses.clone());
         trainer = trainer.with_loss_range(training.optimizer.loss_range(losses));
-        let history = resumed.as_ref().map(|resumed| resumed.evaluation);
+        let history = resumed.as_ref().map(|resumed| resumed.record.evaluation);
         let replica = (mesh.dp.rank(), mesh.dp.world_size());
         let evaluation = self.evaluation(replica, history.unwrap_or_default())?;
         let warning = training.ranks.warning_of_precision(mesh.world.device());
@@ -466,7 +464,7 @@ impl TrainingRun<'_> {
         // The checkpoint's files are mapped as long as it lives.
         let position = resumed.map(|resumed| {
             name = resumed.checkpoint.run().to_string();
-            resumed.position
+            resumed.record.position
         });
         let resumed_at = position.is_some().then(|| trainer.step());
         match self.logs(&mesh.world, save, &name, resumed_at) {

@@ -18,7 +18,8 @@ use crate::training_record::TrainingRecord;
 /// a new one are of use.
 pub struct Checkpoints {
     saver: CheckpointSaver,
-    every: Option<usize>,
+    /// Steps between checkpoints.
+    pub(crate) every: Option<usize>,
     record: TrainingRecord,
     is_first: bool,
     /// No step comes after it.
@@ -81,11 +82,6 @@ impl Checkpoints {
             0 => self.num_failed,
             _ => 0,
         }
-    }
-
-    /// Steps between checkpoints.
-    pub(crate) fn every(&self) -> Option<usize> {
-        self.every
     }
 
     /// Every rank must call it after each step.

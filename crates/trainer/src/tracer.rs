@@ -15,6 +15,7 @@ use candle_core::{DType, Error, Result, Tensor, bail};
 use candle_data::counted;
 use candle_parallel::checkpoint::{WholeFile, check_folder_of};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use clock::Clock;
 
@@ -23,20 +24,6 @@ const MAX_SPANS: usize = 2_000_000;
 
 /// With which every trace begins.
 const BEGINNING: &str = r#"{"otherData":{"candle_train_trace":1"#;
-
-/// The first line of a trace.
-#[derive(Deserialize)]
-struct Head {
-    #[serde(rename = "otherData")]
-    about: About,
-}
-
-#[derive(Deserialize)]
-struct About {
-    /// Earlier versions wrote none.
-    #[serde(default)]
-    run: String,
-}
 
 /// Records what all ranks do in some steps of a run, and writes it to one file of
 /// [trace events](https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), which Perfetto and
@@ -101,8 +88,10 @@ impl Tracer {
         // The line ends within an object.
         let line = String::from_utf8_lossy(&line);
         let about = line.trim_end().trim_end_matches(',');
-        let head: Option<Head> = serde_json::from_str(&format!("{about}}}")).ok();
-        Ok(Some(head.map_or(String::new(), |head| head.about.run)))
+        let head: Value = serde_json::from_str(&format!("{about}}}")).unwrap_or_default();
+        // Earlier versions wrote none.
+        let run = head["otherData"]["run"].as_str();
+        Ok(Some(run.unwrap_or_default().to_string()))
     }
 
     /// Records `steps`, counted from 0, of the run of this name, whose next step is `next_step`, on the calling thread. Every rank must make

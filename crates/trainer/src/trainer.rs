@@ -77,16 +77,6 @@ enum GradientSource {
     Workers(Box<(ParameterServer, Mesh)>),
 }
 
-impl GradientSource {
-    /// Whether the weights have gradients of steps that are not over.
-    fn repeats_gradients(&self) -> bool {
-        match self {
-            Self::Passes(_) => false,
-            Self::Workers(workers) => workers.0.is_within_steps(),
-        }
-    }
-}
-
 /// A schedule for steps of which some may have few micro-batches, such as the last one of an epoch.
 struct OfEachStep(Schedule);
 
@@ -384,7 +374,8 @@ impl Trainer {
             if let Some(filling) = data.filling(metrics.step)? {
                 metrics.padding = filling.padding();
                 if let GradientSource::Passes(_) = &self.source {
-                    metrics.set_positions(filling.num_positions);
+                    metrics.num_positions = filling.num_positions;
+                    metrics.positions_per_sec = filling.num_positions as f64 / metrics.step_secs;
                 }
             }
             let position = data.position(self.step)?;
@@ -576,7 +567,10 @@ impl Trainer {
         position: DataPosition,
         act: impl FnOnce(&mut Checkpoints, RunState) -> Result<T>,
     ) -> Result<Option<T>> {
-        let repeats_gradients = self.source.repeats_gradients();
+        let repeats_gradients = match &self.source {
+            GradientSource::Passes(_) => false,
+            GradientSource::Workers(workers) => workers.0.is_within_steps(),
+        };
         let Some(checkpoints) = &mut self.checkpoints else {
             return Ok(None);
         };

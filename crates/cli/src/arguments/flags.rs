@@ -15,7 +15,7 @@ use clap::{Command, CommandFactory, FromArgMatches};
 use toml::Table;
 
 use crate::arguments::flags_of_others::{tip, tip_of_command, tip_of_word};
-use crate::arguments::spellings::{Spelled, as_spelled_here, meant};
+use crate::arguments::spellings::{as_spelled_here, meant};
 
 /// Columns of a line of help, where the terminal has more or there is none.
 const MAX_WIDTH: usize = 110;
@@ -58,10 +58,7 @@ pub(crate) fn parse_command<T: FromArgMatches>(
 
 fn parse_spelled<T: FromArgMatches>(
     whole: &Command,
-    Spelled {
-        words,
-        switched_off,
-    }: Spelled,
+    (words, switched_off): (Vec<OsString>, Vec<String>),
     beside: impl Fn(&str) -> Beside,
     idle: impl Fn(&T) -> Vec<Idle>,
 ) -> Result<(T, Option<PathBuf>)> {

@@ -6,17 +6,13 @@ use clap::{Arg, Command};
 
 use candle_train_run::find;
 
-/// A command line as clap knows it.
-#[derive(Debug, PartialEq)]
-pub(crate) struct Spelled {
-    pub words: Vec<OsString>,
-    /// Names of the switches that are given as false.
-    pub switched_off: Vec<String>,
-}
-
-/// The words of a command line as clap knows them. In names of flags `_` stands for `-`; a switch may be followed by `true` or `false`; and
-/// `chat` is `generate --chat`. What a command passes on to another program stays as it is.
-pub(crate) fn as_spelled_here(whole: &Command, mut words: Vec<OsString>) -> Spelled {
+/// The words of a command line as clap knows them, and names of the switches that are given as false. In names of flags
+/// `_` stands for `-`; a switch may be followed by `true` or `false`; and `chat` is `generate --chat`. What a command
+/// passes on to another program stays as it is.
+pub(crate) fn as_spelled_here(
+    whole: &Command,
+    mut words: Vec<OsString>,
+) -> (Vec<OsString>, Vec<String>) {
     let mut switched_off = Vec::new();
     if words.get(1).is_some_and(|word| word == "chat")
         && whole.find_subcommand("generate").is_some()
@@ -78,10 +74,7 @@ pub(crate) fn as_spelled_here(whole: &Command, mut words: Vec<OsString>) -> Spel
         }
     }
     words.extend(rest);
-    Spelled {
-        words,
-        switched_off,
-    }
+    (words, switched_off)
 }
 
 /// The subcommand that is meant, or the command itself, and where its words begin.
@@ -132,8 +125,8 @@ mod tests {
     /// What becomes of a command line.
     fn spelled(line: &str) -> String {
         let words = line.split(' ').map(OsString::from).collect();
-        let spelled = as_spelled_here(&command(), words);
-        let words = spelled.words.iter().map(|word| word.to_string_lossy());
+        let (words, _) = as_spelled_here(&command(), words);
+        let words = words.iter().map(|word| word.to_string_lossy());
         words.collect::<Vec<_>>().join(" ")
     }
 
@@ -195,6 +188,6 @@ mod tests {
             "--data".into(),
             path,
         ];
-        assert_eq!(as_spelled_here(&command(), words.clone()).words, words);
+        assert_eq!(as_spelled_here(&command(), words.clone()).0, words);
     }
 }

@@ -36,9 +36,12 @@ impl Inspect {
     pub fn run(&self) -> Result<()> {
         let _reading = self.verify.then(|| Activity::start("reading"));
         let dir = &self.checkpoint;
+        let wanted = Wanted {
+            tensors: self.tensors,
+            verify: self.verify,
+        };
         if dir.is_file() {
-            let (tensors, verify) = (self.tensors, self.verify);
-            return inspect_gguf(dir, Wanted { tensors, verify });
+            return inspect_gguf(dir, wanted);
         }
         if !dir.is_dir() {
             bail!("the folder {} does not exist", dir.display());
@@ -56,10 +59,7 @@ impl Inspect {
         match (manifest, is_empty) {
             (Ok(manifest), _) => self.checkpoint(&manifest),
             (Err(err), true) if is_checkpoint => Err(err),
-            (Err(_), true) => {
-                let (tensors, verify) = (self.tensors, self.verify);
-                inspect_model(dir, Wanted { tensors, verify })
-            }
+            (Err(_), true) => inspect_model(dir, wanted),
             (Err(_), false) if self.tensors => bail!(
                 "--tensors is given, and {} has {}\nhint: name one of them",
                 dir.display(),

@@ -16,7 +16,7 @@ use candle_train_models::{CausalLm, ModelConfig};
 use candle_trainer::counted;
 
 use candle_train_run::print_line;
-use facts::ModelFacts;
+use facts::facts_of;
 pub(crate) use gguf::inspect_gguf;
 use memory_table::print_memory;
 
@@ -81,7 +81,9 @@ fn model(dir: &Path, wanted: Wanted) -> Result<()> {
         "{} is a model as transformers has it",
         dir.display()
     ));
-    ModelFacts::of(dir, config.as_ref().ok(), weights.as_ref().ok())?.print();
+    for (name, fact) in facts_of(dir, config.as_ref().ok(), weights.as_ref().ok())? {
+        print_line(&format!("{name:<15}{fact}"));
+    }
     if let Err(err) = &config {
         print_line(&format!("not supported: {}", message_of(err)));
     }

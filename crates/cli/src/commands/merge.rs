@@ -1,7 +1,6 @@
 //! `candle-train merge`
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
 use candle_core::{DType, Result};
@@ -9,11 +8,9 @@ use candle_parallel::Adapter;
 use candle_parallel::checkpoint::{
     Checkpoint, HfSave, merge_adapter, sidecar_files, with_config_dtype,
 };
-use candle_train_run::{exit_with, float_type, print_line, resolve_base};
+use candle_train_run::{CONFIG_FILE, float_type, print_line, resolve_base};
 use candle_trainer::{Activity, ChatTemplate, Tokenizer, counted};
 use clap::Args;
-
-use candle_train_run::CONFIG_FILE;
 
 /// Fold a low-rank adapter into the model that it was trained on
 #[derive(Args, Debug)]
@@ -37,11 +34,7 @@ pub(crate) struct Merge {
 
 impl Merge {
     /// Does what the flags say.
-    pub fn run(&self) -> ExitCode {
-        exit_with(self.merge())
-    }
-
-    fn merge(&self) -> Result<()> {
+    pub fn run(&self) -> Result<()> {
         let model = resolve_base(&self.adapter, self.model.as_deref())?;
         let dtype = self.save_dtype;
         let mut sidecars = with_config_dtype(sidecar_files(&model)?, dtype)?;

@@ -63,7 +63,8 @@ impl PlotArgs {
                 curves.push(file.curve(name)?);
             }
         }
-        let greatest = curves.iter().flat_map(Curve::values).fold(0.0, f64::max);
+        let values = curves.iter().flatten().map(|(_, value)| *value);
+        let greatest = values.fold(0.0, f64::max);
         let quantities: Vec<Quantity> = names
             .iter()
             .map(|name| Quantity::named(name, greatest))
@@ -105,8 +106,8 @@ impl PlotArgs {
                 if self.log {
                     check_positive(file, quantity, curve)?;
                 }
-                let points = curve.points.iter();
-                let points: Vec<(f64, f64)> = points
+                let points: Curve = curve
+                    .iter()
                     .map(|&(step, value)| (step, value / quantity.divisor))
                     .collect();
                 let smoothing = self.smooth.filter(|_| points.len() > FEW_POINTS);
@@ -127,7 +128,7 @@ impl PlotArgs {
 
 /// An error if a value has no logarithm.
 fn check_positive(file: &MetricsFile, quantity: &Quantity, curve: &Curve) -> Result<()> {
-    match curve.points.iter().find(|(_, value)| *value <= 0.0) {
+    match curve.iter().find(|(_, value)| *value <= 0.0) {
         None => Ok(()),
         Some((step, value)) => bail!(
             "{} of step {step} in {} is {value}, and --log draws numbers above 0 only\nhint: leave --log out",

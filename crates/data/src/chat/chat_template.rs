@@ -48,7 +48,7 @@ pub struct ChatTemplate {
     special_tokens: BTreeMap<String, String>,
     source: TemplateSource,
     /// The names with which it compares roles.
-    compared_roles: BTreeSet<String>,
+    pub(super) compared_roles: BTreeSet<String>,
     date: Date,
     kwargs: TemplateKwargs,
 }
@@ -155,15 +155,12 @@ impl ChatTemplate {
         self.source.texts().any(|text| text.contains(name))
     }
 
-    /// The names with which it compares roles.
-    pub(super) fn compared_roles(&self) -> &BTreeSet<String> {
-        &self.compared_roles
-    }
-
     /// The text of the template for this conversation.
     pub(super) fn text_for(&self, chat: &Chat) -> &str {
-        let with_tools = self.text_with_tools().filter(|_| is_with_tools(chat));
-        with_tools.unwrap_or(self.text_of_template())
+        match self.name(chat) {
+            WITH_TOOLS => self.text_with_tools().unwrap_or_default(),
+            _ => self.text_of_template(),
+        }
     }
 
     /// The file that it is in, or the name by which it was chosen.
@@ -213,11 +210,9 @@ impl ChatTemplate {
             }
             Err(_) => turns()?,
         };
-        let masked = match chat.has_masked_turns() {
-            true => {
-                let masks = chat.assistant_turns().map(|turn| chat.masks()[turn]);
-                take_masked(&mut assistant, masks.zip(turns()?))?
-            }
+        let masks = || chat.assistant_turns().map(|turn| chat.masks[turn]);
+        let masked = match masks().any(|mask| mask == Some(false)) {
+            true => take_masked(&mut assistant, masks().zip(turns()?))?,
             false => Vec::new(),
         };
         Ok(Rendered {
@@ -251,7 +246,7 @@ impl ChatTemplate {
     }
 
     fn name(&self, chat: &Chat) -> &'static str {
-        if self.source.with_tools.is_some() && is_with_tools(chat) {
+        if self.source.with_tools.is_some() && chat.tools().is_true() {
             WITH_TOOLS
         } else {
             DEFAULT
@@ -268,7 +263,7 @@ impl ChatTemplate {
         let tokens = self.special_tokens.iter();
         let tokens = tokens.map(|(name, token)| (name.as_str(), Value::from(token)));
         let documents = ("documents", Value::from(()));
-        let kwargs = self.kwargs.iter().chain(chat.template_kwargs().iter());
+        let kwargs = self.kwargs.iter().chain(chat.template_kwargs.iter());
         let all = [
             ("messages", Value::from(messages.to_vec())),
             ("tools", chat.tools()),
@@ -319,11 +314,6 @@ impl ChatTemplate {
         let (special_tokens, kwargs) = (&self.special_tokens, self.kwargs.to_string());
         format!("{special_tokens:?} {default:?} {with_tools:?} {date:?} {kwargs}")
     }
-}
-
-/// Whether a conversation is for the template with tools, if there is one.
-fn is_with_tools(chat: &Chat) -> bool {
-    chat.tools().is_true()
 }
 
 /// The engine with these templates, and whether one can call itself.

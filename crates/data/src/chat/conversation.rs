@@ -19,13 +19,14 @@ pub(crate) const NO_TEXT: [&str; 6] = ["image", "images", "audio", "audios", "vi
 pub struct Chat {
     messages: Vec<Value>,
     /// The content of each message as its record has it, if that is null or in parts.
-    contents: Vec<Option<Value>>,
+    pub(super) contents: Vec<Option<Value>>,
     /// The role of each message as its record has it, if that is another name of a common one.
-    role_names: Vec<Option<String>>,
+    pub(super) role_names: Vec<Option<String>>,
     tools: Option<Value>,
-    template_kwargs: TemplateKwargs,
+    /// The variables for the chat template.
+    pub(super) template_kwargs: TemplateKwargs,
     /// Of each message, whether its record says that it is learned, or that it is not.
-    masks: Vec<Option<bool>>,
+    pub(crate) masks: Vec<Option<bool>>,
     /// Messages before those that are a completion, of which alone something is learned where prompts are not.
     num_in_prompt: usize,
 }
@@ -82,21 +83,6 @@ impl Chat {
         Self::new(values.map_err(|err| err.to_string())?, None)
     }
 
-    /// The variables for the chat template.
-    pub(crate) fn template_kwargs(&self) -> &TemplateKwargs {
-        &self.template_kwargs
-    }
-
-    /// The content of each message as its record has it, if that is null or in parts.
-    pub(super) fn contents(&self) -> &[Option<Value>] {
-        &self.contents
-    }
-
-    /// The role of each message as its record has it, if that is another name of a common one.
-    pub(super) fn role_names(&self) -> &[Option<String>] {
-        &self.role_names
-    }
-
     /// The messages, in order. Content in parts is joined to one text.
     pub fn messages(&self) -> &[Value] {
         &self.messages
@@ -139,17 +125,6 @@ impl Chat {
     /// Indices of the assistant's messages.
     pub(crate) fn assistant_turns(&self) -> impl Iterator<Item = usize> + use<'_> {
         (0..self.messages.len()).filter(|&index| self.role(index) == "assistant")
-    }
-
-    /// Of each message, whether its record says that it is learned, or that it is not.
-    pub(crate) fn masks(&self) -> &[Option<bool>] {
-        &self.masks
-    }
-
-    /// Whether there are messages of the assistant that are not learned.
-    pub(super) fn has_masked_turns(&self) -> bool {
-        self.assistant_turns()
-            .any(|turn| self.masks[turn] == Some(false))
     }
 
     /// With these masks, one for each of the last messages, beside those of the messages: what one of them rules out is not learned.

@@ -38,7 +38,7 @@ impl ChatTemplate {
         let is_known = |role: &str| {
             common_role(role).is_some()
                 || MORE_ROLES.contains(&role)
-                || self.compared_roles().contains(role)
+                || self.compared_roles.contains(role)
         };
         let mut all = (0..chat.messages().len()).map(|index| (index, chat.role(index)));
         let Some((index, role)) = all.find(|(_, role)| !is_known(role)) else {
@@ -54,9 +54,9 @@ impl ChatTemplate {
 
     /// With roles as the record has them where the template tests for those names.
     pub(super) fn with_roles_as_read<'a>(&self, chat: &'a Chat) -> Cow<'a, Chat> {
-        let names = chat.role_names().iter().map(|name| {
+        let names = chat.role_names.iter().map(|name| {
             let name = name.as_ref();
-            name.filter(|name| self.compared_roles().contains(*name))
+            name.filter(|name| self.compared_roles.contains(*name))
         });
         let names: Vec<Option<&String>> = names.collect();
         if names.iter().all(Option::is_none) {
@@ -78,7 +78,7 @@ impl ChatTemplate {
             keeps_parts: false,
             joins_parts: false,
         };
-        let contents = chat.contents();
+        let contents = &chat.contents;
         if contents.iter().all(Option::is_none) {
             return read;
         }
@@ -115,7 +115,7 @@ impl ChatTemplate {
     fn walked_parts(&self, chat: &Chat) -> BTreeSet<usize> {
         let is_said = |text: &String| !text.trim().is_empty();
         let all: Vec<Vec<String>> = chat
-            .contents()
+            .contents
             .iter()
             .map(|content| content.as_ref().map(texts_of).unwrap_or_default())
             .collect();

@@ -260,14 +260,6 @@ fn escape(name: &str, value: &Value) -> Result<Value, Error> {
     Ok(Value::from_safe_string(escaped.into_text()))
 }
 
-/// A text of a number as Rust reads it: Python takes white space around it, and `_` between digits.
-fn digits(value: &Value) -> Value {
-    match value.as_str() {
-        Some(text) => Value::from(text.trim().replace('_', "")),
-        None => value.clone(),
-    }
-}
-
 /// The filter `int(value, default=0, base=10)`.
 fn int(state: &State<'_, '_>, value: &Value, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
     let [default, base] = arguments(&args.into_values(), ["default", "base"])?;
@@ -296,14 +288,14 @@ fn to_float(
     filters::float(state, &number_of(value)?, Some(default), no_names())
 }
 
+/// A number, whose text is as Rust reads it: Python takes white space around it, and `_` between digits.
 fn number_of(value: &Value) -> Result<Value, Error> {
-    if value.is_undefined() {
-        return Err(Error::new(
-            ErrorKind::UndefinedError,
-            "a number is undefined",
-        ));
+    let undefined = || Error::new(ErrorKind::UndefinedError, "a number is undefined");
+    match value.as_str() {
+        None if value.is_undefined() => Err(undefined()),
+        None => Ok(value.clone()),
+        Some(text) => Ok(Value::from(text.trim().replace('_', ""))),
     }
-    Ok(digits(value))
 }
 
 /// The filter `truncate(value, length=255, killwords=False, end='...', leeway=5)`.

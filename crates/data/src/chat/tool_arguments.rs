@@ -16,72 +16,55 @@ pub(super) fn parsed_object(text: &str) -> Option<Value> {
 /// Puts what `of` makes of it in place of each function that a message calls; it gets the field that has the calls.
 pub(super) fn change_calls(fields: &mut Fields, mut of: impl FnMut(&str, Fields) -> Value) {
     for name in CALLS {
-        let Some(calls) = fields.get(name).cloned() else {
-            continue;
-        };
-        let mut changed = |call: &Value| {
-            let call = Fields::of(call);
-            match call.get("function").cloned() {
-                Some(function) => call.with("function", of(name, Fields::of(&function))),
-                None => of(name, call),
-            }
-        };
-        let calls = if calls.kind() == ValueKind::Seq {
-            let calls = calls.try_iter().into_iter().flatten();
-            calls.map(|call| changed(&call)).collect()
-        } else {
-            changed(&calls)
-        };
-        fields.set(name, calls);
+        change_field(fields, name, |function| of(name, function));
     }
+}
+
+fn change_field(fields: &mut Fields, name: &str, mut of: impl FnMut(Fields) -> Value) {
+    let Some(calls) = fields.get(name).cloned() else {
+        return;
+    };
+    let mut changed = |call: &Value| {
+        let call = Fields::of(call);
+        match call.get("function").cloned() {
+            Some(function) => call.with("function", of(Fields::of(&function))),
+            None => of(call),
+        }
+    };
+    let calls = if calls.kind() == ValueKind::Seq {
+        let calls = calls.try_iter().into_iter().flatten();
+        calls.map(|call| changed(&call)).collect()
+    } else {
+        changed(&calls)
+    };
+    fields.set(name, calls);
 }
 
 impl Chat {
     /// With `of` each `tool_calls[].function.arguments` (or, without `function`, `tool_calls[].arguments`) in its
     /// place, where that is an object of JSON in a text; `None` if there is none.
     pub(super) fn with_arguments(&self, of: impl Fn(&str) -> Option<Value>) -> Option<Self> {
-        let changed: Vec<Option<Value>> = self
-            .messages()
-            .iter()
-            .map(|message| changed_message(message, &of))
-            .collect();
-        if changed.iter().all(Option::is_none) {
-            return None;
-        }
-        let messages = self.messages().iter().zip(changed);
-        let messages =
-            messages.map(|(message, changed)| changed.unwrap_or_else(|| message.clone()));
-        Some(self.with_messages(messages.collect()))
+        let mut is_changed = false;
+        let messages = self.messages().iter().map(|message| {
+            let (mut fields, mut is_other) = (Fields::of(message), false);
+            change_field(&mut fields, "tool_calls", |function| {
+                let text = function.get("arguments").and_then(Value::as_str);
+                let text = text.filter(|text| parsed_object(text).is_some());
+                match text.and_then(&of) {
+                    Some(arguments) => {
+                        is_other = true;
+                        function.with("arguments", arguments)
+                    }
+                    None => function.into_value(),
+                }
+            });
+            is_changed |= is_other;
+            match is_other {
+                true => fields.into_value(),
+                false => message.clone(),
+            }
+        });
+        let messages = messages.collect();
+        is_changed.then(|| self.with_messages(messages))
     }
-}
-
-fn changed_message(message: &Value, of: impl Fn(&str) -> Option<Value>) -> Option<Value> {
-    let calls = message.get_attr("tool_calls").ok()?;
-    let calls: Vec<Value> = calls.try_iter().ok()?.collect();
-    let changed: Vec<Option<Value>> = calls.iter().map(|call| changed_call(call, &of)).collect();
-    if changed.iter().all(Option::is_none) {
-        return None;
-    }
-    let calls = calls.into_iter().zip(changed);
-    let calls: Vec<Value> = calls
-        .map(|(call, changed)| changed.unwrap_or(call))
-        .collect();
-    Some(Fields::of(message).with("tool_calls", calls.into()))
-}
-
-fn changed_call(call: &Value, of: impl Fn(&str) -> Option<Value>) -> Option<Value> {
-    match call.get_attr("function").ok() {
-        Some(function) if function.kind() == ValueKind::Map => {
-            let changed = changed_function(&function, of)?;
-            Some(Fields::of(call).with("function", changed))
-        }
-        _ => changed_function(call, of),
-    }
-}
-
-fn changed_function(function: &Value, of: impl Fn(&str) -> Option<Value>) -> Option<Value> {
-    let arguments = function.get_attr("arguments").ok()?;
-    let text = arguments.as_str()?;
-    parsed_object(text)?;
-    Some(Fields::of(function).with("arguments", of(text)?))
 }

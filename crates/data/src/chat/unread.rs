@@ -21,8 +21,8 @@ impl ChatTemplate {
     /// # Errors
     /// A message whose text or calls of tools the template does not show.
     pub(crate) fn unread(&self, chat: &Chat, text: &str) -> Result<Vec<String>, RecordError> {
-        let hidden = self.hidden_contents(chat, text);
-        if let Some(index) = hidden.message {
+        let (hidden, is_beside_calls) = self.hidden_contents(chat, text);
+        if let Some(index) = hidden {
             let place = self.not_shown(chat, index);
             return Err(RecordError::Unsupported(format!(
                 "{place}\nhint: give it a role that the template shows there, such as system, user, assistant or tool, or put its text into another message"
@@ -35,7 +35,7 @@ impl ChatTemplate {
         let messages = || chat.messages().iter();
         let names: BTreeSet<String> = messages().flat_map(names_of_more).collect();
         let mut unread = Vec::new();
-        if hidden.is_beside_calls {
+        if is_beside_calls {
             unread.push("messages[].content beside calls of tools".to_string());
         }
         for name in names {
@@ -52,7 +52,7 @@ impl ChatTemplate {
                 unread.push(format!("messages[].{name}"));
             }
         }
-        let unknown = chat.template_kwargs().names();
+        let unknown = chat.template_kwargs.names();
         let unknown = unknown.filter(|name| !self.mentions(name));
         unread.extend(unknown.map(|name| format!("chat_template_kwargs.{name}")));
         if chat.tools().is_true() && self.gives(&chat.without_tools(), chat.messages(), text) {
@@ -85,8 +85,9 @@ impl ChatTemplate {
         })
     }
 
-    /// Which texts of messages are not in `text`.
-    fn hidden_contents(&self, chat: &Chat, text: &str) -> HiddenContents {
+    /// Of messages whose texts are not in `text`: the first one that says nothing else, and whether one that calls
+    /// tools is among them, as a template may write calls in place of the text.
+    fn hidden_contents(&self, chat: &Chat, text: &str) -> (Option<usize>, bool) {
         let is_said = |message: &Value| {
             let content = message.get_attr("content").unwrap_or_default();
             let texts = texts_of(&content);
@@ -104,10 +105,8 @@ impl ChatTemplate {
         let (beside_calls, alone): (Vec<usize>, Vec<usize>) =
             others.partition(|&index| chat.has_calls(index));
         let is_hidden = |index: &usize| self.gives(chat, &with_stand_ins(chat, &[*index]), text);
-        HiddenContents {
-            message: alone.into_iter().find(is_hidden),
-            is_beside_calls: beside_calls.iter().any(is_hidden),
-        }
+        let first = alone.into_iter().find(is_hidden);
+        (first, beside_calls.iter().any(is_hidden))
     }
 
     fn gives(&self, chat: &Chat, messages: &[Value], text: &str) -> bool {
@@ -122,14 +121,6 @@ impl ChatTemplate {
             chat.role(index)
         )
     }
-}
-
-/// The texts of messages that a template does not show.
-struct HiddenContents {
-    /// The first message that says nothing else.
-    message: Option<usize>,
-    /// Whether a message that calls tools is among them: a template may write calls in place of the text.
-    is_beside_calls: bool,
 }
 
 fn with_stand_ins(chat: &Chat, indices: &[usize]) -> Vec<Value> {

@@ -10,34 +10,19 @@ pub enum DataUse {
     Evaluation,
 }
 
-/// A part of a data set.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Split {
-    Train,
-    Validation,
-    Test,
-}
+/// A part of a data set: what it is called.
+type Split = &'static [&'static str];
 
-/// What the splits are called.
-const NAMES: [(&str, Split); 10] = [
-    ("train", Split::Train),
-    ("training", Split::Train),
-    ("validation", Split::Validation),
-    ("valid", Split::Validation),
-    ("val", Split::Validation),
-    ("dev", Split::Validation),
-    ("test", Split::Test),
-    ("testing", Split::Test),
-    ("eval", Split::Test),
-    ("evaluation", Split::Test),
-];
+const TRAIN: Split = &["train", "training"];
+const VALIDATION: Split = &["validation", "valid", "val", "dev"];
+const TEST: Split = &["test", "testing", "eval", "evaluation"];
 
 /// The split whose name is a word of the path, the outermost folder first.
 fn split_of(path: &str) -> Option<Split> {
     let mut words = path.split(|c: char| !c.is_alphabetic());
     words.find_map(|word| {
-        let is_name = |(name, _): &&(&str, Split)| word.eq_ignore_ascii_case(name);
-        NAMES.iter().find(is_name).map(|(_, split)| *split)
+        let is_named = |names: &Split| names.iter().any(|name| word.eq_ignore_ascii_case(name));
+        [TRAIN, VALIDATION, TEST].into_iter().find(is_named)
     })
 }
 
@@ -46,8 +31,8 @@ impl DataUse {
     /// evaluation those of validation, else of test; and where there are none, those whose paths name no split.
     pub(super) fn choose<T>(self, files: Vec<T>, path: impl Fn(&T) -> &str) -> (Vec<T>, Vec<T>) {
         let preferred: &[Option<Split>] = match self {
-            Self::Training => &[Some(Split::Train), None],
-            Self::Evaluation => &[Some(Split::Validation), Some(Split::Test), None],
+            Self::Training => &[Some(TRAIN), None],
+            Self::Evaluation => &[Some(VALIDATION), Some(TEST), None],
         };
         let is_there =
             |split: &&Option<Split>| files.iter().any(|file| split_of(path(file)) == **split);

@@ -34,7 +34,8 @@ impl Columns {
             .map(|column| column.field)
     }
 
-    fn has_field(&self, field: &str) -> bool {
+    /// Whether a column is named for this field.
+    pub(crate) fn has_field(&self, field: &str) -> bool {
         self.columns.iter().any(|column| column.field == field)
     }
 
@@ -107,17 +108,10 @@ const MAX_OTHERS: usize = 1000;
 /// [`Columns`], and which of them the records of a data set have.
 #[derive(Debug)]
 pub(crate) struct MappedColumns<'a> {
-    columns: &'a Columns,
+    pub columns: &'a Columns,
     is_found: Vec<AtomicBool>,
     /// Names of columns of the records, until all that are looked for are found; not all if there are very many.
     others: Mutex<BTreeSet<String>>,
-}
-
-/// A record whose fields have the names that they are read by.
-pub(crate) struct Renamed<'a> {
-    pub object: Cow<'a, Value>,
-    /// Names of fields that say something, and in whose place a column of another name is read.
-    pub replaced: Vec<String>,
 }
 
 impl<'a> MappedColumns<'a> {
@@ -130,22 +124,12 @@ impl<'a> MappedColumns<'a> {
         }
     }
 
-    /// Whether a field is read from the column of this name.
-    pub fn has_column(&self, name: &str) -> bool {
-        self.columns.has_column(name)
-    }
-
-    /// Whether a column is named for this field.
-    pub fn has_field(&self, field: &str) -> bool {
-        self.columns.has_field(field)
-    }
-
-    /// An object with its columns under the names of their fields.
-    pub fn rename<'v>(&self, object: &'v Value) -> Renamed<'v> {
+    /// An object with its columns under the names of their fields; and the names of fields that say something, and in
+    /// whose place a column of another name is read.
+    pub fn rename<'v>(&self, object: &'v Value) -> (Cow<'v, Value>, Vec<String>) {
         let mut replaced = Vec::new();
         if self.columns.columns.is_empty() {
-            let object = Cow::Borrowed(object);
-            return Renamed { object, replaced };
+            return (Cow::Borrowed(object), replaced);
         }
         let names = object.try_iter().into_iter().flatten();
         let names: Vec<String> = names.map(|name| name.to_string()).collect();
@@ -160,10 +144,7 @@ impl<'a> MappedColumns<'a> {
                 None => {}
             }
         }
-        Renamed {
-            object: Cow::Owned(Value::from_pairs(fields)),
-            replaced,
-        }
+        (Cow::Owned(Value::from_pairs(fields)), replaced)
     }
 
     fn note(&self, names: &[String]) {

@@ -6,7 +6,7 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::alpaca::alpaca;
-use super::columns::{Columns, MappedColumns, Renamed};
+use super::columns::{Columns, MappedColumns};
 use super::conversation_record::{completion_of_messages, conversation};
 use super::preferences::{PREFERENCES, refuse_preferences};
 use super::record_fields::RecordFields;
@@ -125,8 +125,8 @@ impl ParsedRecord {
         if fields.kind() != ValueKind::Map {
             return Err(format!("it is {}, expected an object", fields.kind()).into());
         }
-        let Renamed { object, replaced } = columns.rename(fields);
-        let mut fields = RecordFields::of(&object);
+        let (object, replaced) = columns.rename(fields);
+        let (mut fields, columns) = (RecordFields::of(&object), columns.columns);
         // Who names one of them has chosen what is learned.
         if !PREFERENCES.iter().any(|name| columns.has_column(name)) {
             refuse_preferences(&fields)?;
@@ -167,31 +167,29 @@ const SPELLINGS: [(RecordFormat, &[&str]); 5] = [
 /// Of a record that can be read in several spellings, one with a field for which a column is named comes first.
 fn parse(
     fields: &mut RecordFields<'_>,
-    columns: &MappedColumns<'_>,
+    columns: &Columns,
 ) -> Result<(RecordFormat, Record), RecordError> {
     let is_there = |(_, names): &&(_, &[&str])| names.iter().all(|name| fields.has(name));
     let mut there = SPELLINGS.iter().filter(is_there);
     let first = there.clone().next();
     let named = there.find(|(_, names)| names.iter().any(|name| columns.has_field(name)));
-    match named.or(first).map(|(format, _)| *format) {
-        Some(RecordFormat::Messages) => {
-            let chat = conversation(fields, &["messages"])?;
-            Ok((RecordFormat::Messages, Record::Chat(chat)))
-        }
-        Some(RecordFormat::ShareGpt) => {
-            let chat = conversation(fields, &["conversations"])?;
-            Ok((RecordFormat::ShareGpt, Record::Chat(chat)))
-        }
-        Some(RecordFormat::Completion | RecordFormat::CompletionOfMessages) => completion(fields),
-        Some(RecordFormat::Alpaca) => Ok((RecordFormat::Alpaca, alpaca(fields)?)),
-        Some(RecordFormat::Text) => Ok((RecordFormat::Text, Record::Text(fields.text("text")?))),
-        None => Err(format!(
+    let Some((format, names)) = named.or(first) else {
+        return Err(format!(
             "its fields are {:?}, expected text; prompt and completion; messages; instruction and output; or conversations\nhint: --columns reads them from columns of \
              other names, as in --columns prompt=question,completion=answer, or with a chat template instruction=question,output=answer",
             fields.names()
         )
-        .into()),
-    }
+        .into());
+    };
+    let record = match format {
+        RecordFormat::Messages | RecordFormat::ShareGpt => {
+            Record::Chat(conversation(fields, names)?)
+        }
+        RecordFormat::Completion | RecordFormat::CompletionOfMessages => return completion(fields),
+        RecordFormat::Alpaca => alpaca(fields)?,
+        RecordFormat::Text => Record::Text(fields.text("text")?),
+    };
+    Ok((*format, record))
 }
 
 /// Of two texts, or of two lists of messages.

@@ -3,7 +3,6 @@
 mod batches;
 mod eval_batches;
 mod first_fit;
-mod held_out;
 mod micro_batch;
 mod sample_config;
 mod sample_order;

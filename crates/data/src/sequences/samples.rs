@@ -12,12 +12,14 @@ use candle_core::{Result, bail};
 use candle_ops::IGNORE_INDEX;
 
 use super::first_fit::FirstFit;
-use super::held_out::held_out;
 use super::sample_config::{Overlong, SampleConfig};
 use super::sample_order::permutation;
 use crate::records::RecordFormat;
 use crate::tokens::{IndexEntry, RecordKind, Tokens};
 use crate::words::counted;
+
+/// Epoch whose permutation chooses what is held out: no run gets there.
+const HELD_OUT: u64 = u64::MAX;
 
 /// Tokens of a record that are in a sequence together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -284,10 +286,7 @@ impl Samples {
 
     /// Tokens of the longest of them.
     pub fn longest(&self) -> usize {
-        let lens = (0..self.len()).map(|index| {
-            let pieces = self.pieces_of(index).iter();
-            pieces.map(|piece| piece.len as usize).sum()
-        });
+        let lens = (0..self.len()).map(|index| self.num_tokens(index));
         lens.max().unwrap_or(0)
     }
 
@@ -363,4 +362,24 @@ impl Samples {
     pub fn num_overlong(&self) -> usize {
         self.num_overlong
     }
+}
+
+/// Which of `num_records` a run trains on, and which it holds out: `fraction` of them, rounded, but at least one,
+/// chosen by `seed`. Both in rising order.
+///
+/// # Errors
+/// A fraction that leaves none to train on.
+fn held_out(num_records: usize, fraction: f64, seed: u64) -> Result<[Vec<usize>; 2]> {
+    let num_held_out = ((num_records as f64 * fraction).round() as usize).max(1);
+    if num_held_out >= num_records {
+        bail!(
+            "{fraction} of {} leaves none to train on\nhint: give more data, or other data for the evaluation",
+            counted(num_records, "record")
+        );
+    }
+    let mut order = permutation(num_records, seed, HELD_OUT);
+    let mut training = order.split_off(num_held_out);
+    order.sort_unstable();
+    training.sort_unstable();
+    Ok([training, order])
 }

@@ -86,13 +86,6 @@ impl Tokens {
     }
 }
 
-/// What a record became.
-struct Encoded {
-    origin: Origin,
-    record: EncodedRecord,
-    notes: RecordNotes,
-}
-
 fn encode_into<W: Write + Seek>(writer: W, data: &Data, encoder: &RecordEncoder<'_>) -> Result<W> {
     let mut writer = TokensWriter::new(writer)?;
     let mut report = DataReport::default();
@@ -125,11 +118,7 @@ fn encode_into<W: Write + Seek>(writer: W, data: &Data, encoder: &RecordEncoder<
             .collect();
         for (location, encoded) in encoded {
             match encoded {
-                Ok(Encoded {
-                    origin,
-                    record,
-                    notes,
-                }) => {
+                Ok((record, origin, notes)) => {
                     report.num_without_target += usize::from(!record.has_loss.contains(&true));
                     report.note(notes, location);
                     writer.push(&record, origin)?;
@@ -154,7 +143,7 @@ fn encode_one(
     raw: RawRecord,
     columns: &MappedColumns<'_>,
     encoder: &RecordEncoder<'_>,
-) -> std::result::Result<Encoded, RecordError> {
+) -> std::result::Result<(EncodedRecord, Origin, RecordNotes), RecordError> {
     let (location, source) = (raw.location, raw.source);
     let ParsedRecord {
         format,
@@ -171,9 +160,5 @@ fn encode_one(
         source,
         location,
     };
-    Ok(Encoded {
-        origin,
-        record,
-        notes,
-    })
+    Ok((record, origin, notes))
 }

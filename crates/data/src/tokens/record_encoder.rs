@@ -203,7 +203,7 @@ impl<'a> RecordEncoder<'a> {
             let is_prompt = chat.role(index) != "assistant";
             (is_prompt && *mask == Some(!on_prompt)).then_some(index)
         };
-        let Some(index) = chat.masks().iter().enumerate().find_map(is_asked) else {
+        let Some(index) = chat.masks.iter().enumerate().find_map(is_asked) else {
             return Ok(());
         };
         let message = format!("message {index}, of the role {:?}", chat.role(index));
@@ -254,7 +254,11 @@ impl<'a> RecordEncoder<'a> {
 }
 
 /// The first token of a record follows nothing from which it could be foretold.
-fn with_losses(kind: RecordKind, ids: Vec<u32>, mut has_loss: Vec<bool>) -> EncodedRecord {
+pub(super) fn with_losses(
+    kind: RecordKind,
+    ids: Vec<u32>,
+    mut has_loss: Vec<bool>,
+) -> EncodedRecord {
     if let Some(first) = has_loss.first_mut() {
         *first = false;
     }

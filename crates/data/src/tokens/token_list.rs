@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{Result, bail};
 
-use super::record_encoder::EncodedRecord;
+use super::record_encoder::{EncodedRecord, with_losses};
 use super::token_file::{Found, HEADER, NO_LOSS, TokensWriter, read_tokens};
 use super::token_index::{IndexEntry, Origin, RecordKind};
 use crate::records::Data;
@@ -33,15 +33,8 @@ impl Tokens {
     /// # Errors
     /// An id beyond 2^31.
     pub fn from_ids(ids: Vec<u32>) -> Result<Self> {
-        let mut has_loss = vec![true; ids.len()];
-        if let Some(first) = has_loss.first_mut() {
-            *first = false;
-        }
-        Self::from_records(&[EncodedRecord {
-            kind: RecordKind::Text,
-            ids,
-            has_loss,
-        }])
+        let has_loss = vec![true; ids.len()];
+        Self::from_records(&[with_losses(RecordKind::Text, ids, has_loss)])
     }
 
     /// Records that are in memory already.

@@ -36,10 +36,10 @@ pub(crate) fn check_growth(file: &[u8]) -> Result<(), String> {
     let parts: Parts = serde_json::from_slice(file).map_err(|err| err.to_string())?;
     check_precompiled(&parts.normalizer)?;
     let normalizer: Option<NormalizerWrapper> = part(parts.normalizer)?;
-    let mut normalizers = Vec::new();
-    normalizer
-        .iter()
-        .for_each(|it| collect_normalizers(it, &mut normalizers));
+    let normalizers = flattened(normalizer.as_slice(), |it| match it {
+        NormalizerWrapper::Sequence(parts) => Some(parts.as_ref()),
+        _ => None,
+    });
     check_changes(&normalizers, |normalizer, text| {
         let mut text = NormalizedString::from(text);
         normalizer
@@ -48,10 +48,10 @@ pub(crate) fn check_growth(file: &[u8]) -> Result<(), String> {
         Ok(text.get().to_string())
     })?;
     let decoder: Option<DecoderWrapper> = part(parts.decoder)?;
-    let mut decoders = Vec::new();
-    decoder
-        .iter()
-        .for_each(|it| collect_decoders(it, &mut decoders));
+    let decoders = flattened(decoder.as_slice(), |it| match it {
+        DecoderWrapper::Sequence(parts) => Some(parts.get_decoders()),
+        _ => None,
+    });
     check_changes(&decoders, |decoder, text| {
         let tokens = decoder
             .decode_chain(vec![text])
@@ -73,38 +73,17 @@ fn part<T: for<'de> Deserialize<'de>>(value: Value) -> Result<Option<T>, String>
     serde_json::from_value(value).map_err(|err| err.to_string())
 }
 
-fn collect_normalizers<'a>(it: &'a NormalizerWrapper, all: &mut Vec<&'a NormalizerWrapper>) {
-    match it {
-        NormalizerWrapper::Sequence(parts) => {
-            parts
-                .as_ref()
-                .iter()
-                .for_each(|part| collect_normalizers(part, all));
-        }
-        other => all.push(other),
-    }
+/// These, and those of sequences, of which `parts_of` tells the parts, in their places.
+fn flattened<T>(all: &[T], parts_of: fn(&T) -> Option<&[T]>) -> Vec<&T> {
+    let each = all.iter().map(|it| match parts_of(it) {
+        Some(parts) => flattened(parts, parts_of),
+        None => vec![it],
+    });
+    each.flatten().collect()
 }
 
-fn collect_decoders<'a>(it: &'a DecoderWrapper, all: &mut Vec<&'a DecoderWrapper>) {
-    match it {
-        DecoderWrapper::Sequence(parts) => {
-            parts
-                .get_decoders()
-                .iter()
-                .for_each(|part| collect_decoders(part, all));
-        }
-        other => all.push(other),
-    }
-}
-
-/// What a replacement writes, and in the place of how many bytes at least.
-struct Written {
-    text: String,
-    num_replaced: usize,
-}
-
-/// What a change writes of its own, if it does.
-fn written(change: &impl Serialize) -> Result<Option<Written>, String> {
+/// What a change writes of its own, if it does, and in the place of how many bytes at least.
+fn written(change: &impl Serialize) -> Result<Option<(String, usize)>, String> {
     let change = serde_json::to_value(change).map_err(|err| err.to_string())?;
     let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
     Ok(match change["type"].as_str() {
@@ -116,15 +95,9 @@ fn written(change: &impl Serialize) -> Result<Option<Written>, String> {
                     "it replaces a text without letters by {content:.40?}"
                 ));
             }
-            Some(Written {
-                text: content,
-                num_replaced: pattern.map_or(1, str::len),
-            })
+            Some((content, pattern.map_or(1, str::len)))
         }
-        Some("Prepend") => Some(Written {
-            text: text(&change["prepend"]),
-            num_replaced: 1,
-        }),
+        Some("Prepend") => Some((text(&change["prepend"]), 1)),
         _ => None,
     })
 }
@@ -136,11 +109,7 @@ fn check_changes<T: Serialize>(
 ) -> Result<(), String> {
     let mut num_tried = 0;
     for index in (0..changes.len()).rev() {
-        let Some(Written {
-            mut text,
-            num_replaced,
-        }) = written(changes[index])?
-        else {
+        let Some((mut text, num_replaced)) = written(changes[index])? else {
             continue;
         };
         let limit = num_replaced.saturating_mul(MOST_PER_BYTE).min(MOST_WRITTEN);

@@ -7,7 +7,6 @@ use serde::Serialize;
 use crate::args::number::{real, whole};
 use crate::args::sequences::SequenceArgs;
 use crate::args::text::some_text;
-use crate::flags::default_of;
 
 /// Sequences of a step where nothing says.
 const GLOBAL_BATCH_SIZE: usize = 16;
@@ -63,12 +62,6 @@ pub struct BatchArgs {
     /// Seed of everything random
     #[arg(long, default_value_t = 0, value_parser = whole::<u64>(0..))]
     pub seed: u64,
-}
-
-impl Default for BatchArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl BatchArgs {

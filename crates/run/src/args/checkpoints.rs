@@ -15,7 +15,6 @@ use serde::Serialize;
 
 use crate::args::data::DATE;
 use crate::args::number::whole;
-use crate::flags::default_of;
 use crate::output::observer::Observers;
 
 /// An error, of the first rank, if a folder without checkpoints has some that were set aside: to begin anew would be another run.
@@ -62,12 +61,6 @@ pub struct CheckpointArgs {
     /// Accept other data and other values of the flags that decide the weights than those of the checkpoint
     #[arg(long)]
     pub resume_anyway: bool,
-}
-
-impl Default for CheckpointArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl CheckpointArgs {

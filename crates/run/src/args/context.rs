@@ -9,7 +9,6 @@ use serde::Serialize;
 
 use crate::args::choices::name_of;
 use crate::args::number::whole;
-use crate::flags::default_of;
 
 /// How sequences are divided over ranks.
 #[derive(Args, Clone, Copy, Debug, Serialize)]
@@ -27,12 +26,6 @@ pub struct ContextArgs {
     /// Ranks of a group that exchanges heads for rows; the groups of --cp lie in a ring [default: as --cp-method says]
     #[arg(long, value_name = "RANKS", value_parser = whole::<usize>(1..))]
     pub ulysses: Option<usize>,
-}
-
-impl Default for ContextArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl ContextArgs {

@@ -11,7 +11,6 @@ use serde::Serialize;
 
 use crate::args::evaluation::EvalArgs;
 use crate::args::text::{some_text, texts};
-use crate::flags::default_of;
 
 /// Name of the date in the conversations.
 pub(crate) const DATE: &str = "--date";
@@ -49,12 +48,6 @@ pub struct DataArgs {
     #[arg(long, value_name = "YYYY-MM-DD")]
     #[serde(serialize_with = "some_text")]
     pub date: Option<Date>,
-}
-
-impl Default for DataArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl DataArgs {

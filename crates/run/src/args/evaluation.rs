@@ -9,7 +9,6 @@ use serde::Serialize;
 
 use crate::args::number::{real, whole};
 use crate::args::text::texts;
-use crate::flags::default_of;
 
 /// Loss, perplexity and accuracy on samples that are not trained on.
 #[derive(Args, Clone, Debug, Serialize)]
@@ -30,12 +29,6 @@ pub struct EvalArgs {
     /// [default: never]
     #[arg(long, value_name = "EVALUATIONS", value_parser = whole::<usize>(1..))]
     pub patience: Option<usize>,
-}
-
-impl Default for EvalArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl EvalArgs {

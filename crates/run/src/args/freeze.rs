@@ -6,7 +6,6 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::args::text::some_text;
-use crate::flags::default_of;
 use regex::Regex;
 
 /// `--freeze`
@@ -18,12 +17,6 @@ pub struct FreezeArgs {
     #[arg(long, value_name = "PATTERN", value_parser = pattern)]
     #[serde(serialize_with = "some_text")]
     pub freeze: Option<Regex>,
-}
-
-impl Default for FreezeArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 /// A regular expression, or in one line what is wrong with it.

@@ -21,7 +21,6 @@ use crate::args::context::ContextArgs;
 use crate::args::number::whole;
 use crate::args::pipeline::{PipelineArgs, ScheduleArgs, StageLayers};
 use crate::args::text::some_text;
-use crate::flags::default_of;
 
 /// How the model lies on the ranks.
 #[derive(Args, Clone, Debug, Serialize)]
@@ -108,12 +107,6 @@ pub struct LayoutArgs {
     /// flag each, ranks take one in turn [default: the host's memory]
     #[arg(long, value_name = "DIR")]
     pub offload_dir: Vec<PathBuf>,
-}
-
-impl Default for LayoutArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl LayoutArgs {

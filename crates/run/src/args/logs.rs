@@ -11,7 +11,6 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::args::trace::TraceArgs;
-use crate::flags::default_of;
 use crate::output::observer::{Observer, Observers, RunEvent};
 
 /// Where the numbers of the steps go.
@@ -31,12 +30,6 @@ pub struct LogArgs {
     #[command(flatten)]
     #[serde(flatten)]
     pub trace: TraceArgs,
-}
-
-impl Default for LogArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 /// Whose metrics, curves and trace are written.

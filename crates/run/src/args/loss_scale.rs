@@ -6,7 +6,6 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::args::number::whole;
-use crate::flags::default_of;
 
 /// How the loss scale of f16 changes.
 #[derive(Args, Clone, Copy, Debug, Serialize)]
@@ -18,12 +17,6 @@ pub struct LossScaleArgs {
     /// Steps in a row without overflow that double it [default: 2000]
     #[arg(long, value_name = "STEPS", value_parser = whole::<usize>(1..))]
     pub loss_scale_window: Option<usize>,
-}
-
-impl Default for LossScaleArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl LossScaleArgs {

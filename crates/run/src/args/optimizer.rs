@@ -11,7 +11,6 @@ use crate::args::choices::LrScheduleChoice;
 use crate::args::freeze::FreezeArgs;
 use crate::args::loss_scale::LossScaleArgs;
 use crate::args::number::{real, whole};
-use crate::flags::default_of;
 
 /// Learning rate where nothing says.
 const LR: f64 = 2e-5;
@@ -75,12 +74,6 @@ pub struct OptimizerArgs {
     /// End the run at the first loss that is out of the range of --max-loss-ratio, as at one that is NaN or infinite
     #[arg(long)]
     pub stop_on_divergence: bool,
-}
-
-impl Default for OptimizerArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl OptimizerArgs {

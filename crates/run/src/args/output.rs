@@ -10,7 +10,6 @@ use serde::Serialize;
 
 use crate::args::choices::{float_type, some_by_name, some_float_type};
 use crate::export::gguf::{GgufExport, GgufSource};
-use crate::flags::default_of;
 
 /// What happens where the trained model should go and something is there, or nothing can be written.
 #[derive(Args, Clone, Debug, Serialize)]
@@ -43,12 +42,6 @@ pub struct OutputArgs {
     /// Where the model goes, to a new folder, if it cannot be saved to that of --output [default: beside the folder of the checkpoints if there is one, else beside that]
     #[arg(long, value_name = "DIR")]
     pub rescue_dir: Option<PathBuf>,
-}
-
-impl Default for OutputArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl OutputArgs {

@@ -13,7 +13,6 @@ use serde::Serialize;
 use crate::args::choices::some_by_name;
 use crate::args::number::whole;
 use crate::args::text::text;
-use crate::flags::default_of;
 
 /// In what order the stages of a pipeline work on their micro-batches.
 #[derive(Args, Clone, Copy, Debug, Serialize)]
@@ -30,12 +29,6 @@ pub struct ScheduleArgs {
     /// Stages on each pipeline rank; with more than 1, 1f1b, zb-h1 and gpipe are interleaved [default: 1, of zbv and dualpipev 2]
     #[arg(long, value_name = "STAGES", value_parser = whole::<usize>(1..))]
     pub virtual_stages: Option<usize>,
-}
-
-impl Default for ScheduleArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 /// How a pipeline's stages are made and work.
@@ -55,12 +48,6 @@ pub struct PipelineArgs {
     /// micro-batch between two layers
     #[arg(long, default_value_t = 1, value_name = "RECEIVES", value_parser = whole::<usize>(0..))]
     pub pipeline_prefetch: usize,
-}
-
-impl Default for PipelineArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 /// The value of `--pipeline-layout`.

@@ -12,7 +12,6 @@ use serde::Serialize;
 use crate::args::choices::some_by_name;
 use crate::args::number::whole;
 use crate::args::text::{some_text, text};
-use crate::flags::default_of;
 use crate::memory::counting_allocator::{
     allocated_bytes, measure_activations_by, rank_allocated_bytes,
 };
@@ -57,12 +56,6 @@ pub struct RankArgs {
     /// times a second, whatever they compute; one that is stopped or swaps, or whose network is cut, does not
     #[arg(long, default_value_t = 6, value_name = "SECONDS", value_parser = whole::<u64>(1..=86_400))]
     pub rank_timeout: u64,
-}
-
-impl Default for RankArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl RankArgs {

@@ -9,7 +9,6 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::args::number::{real, whole};
-use crate::flags::default_of;
 use crate::flags::idle::Idle;
 
 /// Flags of the samples.
@@ -28,12 +27,6 @@ pub struct SampleArgs {
     /// Samples take the most likely tokens that together have this probability
     #[arg(long, default_value_t = 0.9, value_name = "PROBABILITY", value_parser = real((Excluded(0.0), Included(1.0))))]
     pub top_p: f64,
-}
-
-impl Default for SampleArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl SampleArgs {

@@ -7,7 +7,6 @@ use serde::Serialize;
 
 use crate::args::number::whole;
 use crate::args::text::text;
-use crate::flags::default_of;
 use crate::flags::idle::Idle;
 
 /// How records become sequences.
@@ -39,12 +38,6 @@ pub struct SequenceArgs {
     /// instead of reading the JSON
     #[arg(long)]
     pub keep_argument_strings: bool,
-}
-
-impl Default for SequenceArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 /// Longest sequence that is taken by default: more need memory that not everybody has.

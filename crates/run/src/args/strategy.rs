@@ -8,7 +8,6 @@ use serde::Serialize;
 
 use crate::args::layout::LayoutArgs;
 use crate::args::number::whole;
-use crate::flags::default_of;
 use crate::flags::idle::Idle;
 
 /// The flags that say how ranks share the work: as a mesh, or as workers and servers.
@@ -29,12 +28,6 @@ pub struct StrategyArgs {
     /// Steps that a worker may be ahead of the slowest one
     #[arg(long, default_value_t = 1, value_name = "STEPS", value_parser = whole::<usize>(0..))]
     pub max_staleness: usize,
-}
-
-impl Default for StrategyArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 /// `--strategy`

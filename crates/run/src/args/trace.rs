@@ -9,7 +9,7 @@ use candle_trainer::Tracer;
 use clap::Args;
 use serde::{Serialize, Serializer};
 
-use crate::flags::default_of;
+use crate::args::text::some_text;
 use crate::output::observer::Observers;
 
 /// Steps that are recorded unless the flags say otherwise.
@@ -29,12 +29,6 @@ pub struct TraceArgs {
     #[arg(long, value_name = "FIRST..END", value_parser = steps, requires = "trace")]
     #[serde(serialize_with = "range")]
     pub trace_steps: Option<Range<usize>>,
-}
-
-impl Default for TraceArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl TraceArgs {
@@ -87,10 +81,8 @@ fn range<S: Serializer>(
     steps: &Option<Range<usize>>,
     serializer: S,
 ) -> std::result::Result<S::Ok, S::Error> {
-    match steps {
-        Some(Range { start, end }) => serializer.collect_str(&format_args!("{start}..{end}")),
-        None => serializer.serialize_none(),
-    }
+    let steps = steps.as_ref();
+    some_text(&steps.map(|steps| format!("{steps:?}")), serializer)
 }
 
 fn steps(text: &str) -> std::result::Result<Range<usize>, String> {

@@ -21,7 +21,6 @@ use crate::args::optimizer::OptimizerArgs;
 use crate::args::output::OutputArgs;
 use crate::args::ranks::RankArgs;
 use crate::args::strategy::StrategyArgs;
-use crate::flags::default_of;
 use crate::flags::idle::Idle;
 
 /// Everything about a run but its model and its data.
@@ -55,12 +54,6 @@ pub struct TrainingArgs {
     /// What ranks are, and how long they wait for one another.
     #[command(flatten, next_help_heading = "Ranks")]
     pub ranks: RankArgs,
-}
-
-impl Default for TrainingArgs {
-    fn default() -> Self {
-        default_of()
-    }
 }
 
 impl TrainingArgs {

@@ -21,7 +21,6 @@ use candle_trainer::{Activity, ChatTemplate, Tokenizer, WholeFile, gguf_vocab};
 use tempfile::TempDir;
 
 use crate::export::generation_config::{GENERATION_FILE, GenerationFile};
-use crate::export::modelfile::Modelfile;
 
 /// A GGUF file to be written.
 pub struct GgufExport {
@@ -66,11 +65,12 @@ pub enum GgufSource {
 }
 
 /// What is not a weight.
-struct Parts {
+pub(crate) struct Parts {
     config: ModelConfig,
-    tokenizer: Tokenizer,
-    template: Option<ChatTemplate>,
-    generation: GenerationFile,
+    pub tokenizer: Tokenizer,
+    /// If it is a model for conversations.
+    pub template: Option<ChatTemplate>,
+    pub generation: GenerationFile,
 }
 
 impl Parts {
@@ -281,7 +281,7 @@ impl GgufExport {
         lines.extend(vocab.differences);
         let modelfile = self.text_of_modelfile(
             parts,
-            format!("FROM ./{}", self.file_name()),
+            &format!("FROM ./{}", self.file_name()),
             &vocab.metadata,
         );
         metadata.extend(vocab.metadata);
@@ -354,7 +354,7 @@ impl GgufExport {
             template,
             parts.eos_ids(),
         )?;
-        let modelfile = self.text_of_modelfile(parts, from, &vocab.metadata);
+        let modelfile = self.text_of_modelfile(parts, &from, &vocab.metadata);
         let missing = self.write_modelfile(modelfile)?;
         Ok(missing.into_iter().collect())
     }
@@ -409,18 +409,12 @@ impl GgufExport {
     fn text_of_modelfile(
         &self,
         parts: &Parts,
-        from: String,
+        from: &str,
         vocab: &GgufMetadata,
     ) -> Option<(String, Option<String>)> {
         let adds_bos = vocab.get("tokenizer.ggml.add_bos_token");
-        let modelfile = Modelfile {
-            from,
-            tokenizer: &parts.tokenizer,
-            template: parts.template.as_ref(),
-            generation: &parts.generation,
-            adds_bos: matches!(adds_bos, Some(GgufValue::Bool(true))),
-        };
-        self.modelfile.then(|| modelfile.text())
+        let adds_bos = matches!(adds_bos, Some(GgufValue::Bool(true)));
+        self.modelfile.then(|| parts.modelfile(from, adds_bos))
     }
 
     fn write_modelfile(

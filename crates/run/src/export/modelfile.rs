@@ -2,33 +2,18 @@
 
 use std::fmt::Write;
 
-use candle_trainer::{ChatTemplate, Tokenizer};
-
 use crate::export::generation_config::GenerationFile;
+use crate::export::gguf::Parts;
 
-/// What a Modelfile is made of.
-pub(crate) struct Modelfile<'a> {
-    /// FROM and, of an adapter alone, ADAPTER.
-    pub from: String,
-    /// The model's.
-    pub tokenizer: &'a Tokenizer,
-    /// The model's, if it is one for conversations.
-    pub template: Option<&'a ChatTemplate>,
-    /// The model's.
-    pub generation: &'a GenerationFile,
-    /// Whether llama.cpp puts the first token before a text by itself.
-    pub adds_bos: bool,
-}
-
-impl Modelfile<'_> {
-    /// Its text, and what is to be known of it.
-    pub fn text(&self) -> (String, Option<String>) {
-        let mut text = format!("{}\n", self.from);
-        let bos = self.tokenizer.bos_id().filter(|_| self.adds_bos);
+impl Parts {
+    /// The text of a Modelfile that begins with `from`, FROM and, of an adapter alone, ADAPTER; and what is to be known
+    /// of it. `adds_bos`: llama.cpp puts the first token before a text by itself.
+    pub fn modelfile(&self, from: &str, adds_bos: bool) -> (String, Option<String>) {
+        let mut text = format!("{from}\n");
+        let bos = self.tokenizer.bos_id().filter(|_| adds_bos);
         let bos = bos.and_then(|id| self.tokenizer.token(id));
-        let go = self
-            .template
-            .map(|template| template.to_ollama(bos.as_deref()));
+        let template = self.template.as_ref();
+        let go = template.map(|template| template.to_ollama(bos.as_deref()));
         let mut missing = None;
         match go {
             None => {}
@@ -48,7 +33,7 @@ impl Modelfile<'_> {
             let quote = if stop.contains('"') { "\"\"\"" } else { "\"" };
             let _ = writeln!(text, "PARAMETER stop {quote}{stop}{quote}");
         }
-        let file = self.generation;
+        let file = &self.generation;
         let is_drawn = file.do_sample;
         // Ollama has other numbers than transformers where nothing is said.
         let numbers = [
@@ -73,7 +58,8 @@ impl Modelfile<'_> {
 
     /// Spellings of what ends an answer.
     fn stops(&self) -> Vec<String> {
-        let fit = self.template.map(|template| template.fit(self.tokenizer));
+        let template = self.template.as_ref();
+        let fit = template.map(|template| template.fit(&self.tokenizer));
         let mut ids = vec![self.tokenizer.eos_id()];
         ids.extend(fit.as_ref().and_then(|fit| fit.end_of_turn_id));
         ids.extend(&self.generation.eos_ids);

@@ -14,6 +14,7 @@ use toml::Table;
 
 use crate::args::data::DataArgs;
 use crate::args::lora::LoraArgs;
+use crate::args::text::some_text;
 use crate::run::Run;
 use crate::start::adapter_base::refuse_adapter;
 use crate::start::initial_weights::InitialWeights;
@@ -51,10 +52,7 @@ fn yarn<S: Serializer>(
     factor: &Option<f64>,
     serializer: S,
 ) -> std::result::Result<S::Ok, S::Error> {
-    match factor {
-        Some(factor) => serializer.collect_str(&format_args!("yarn:{factor}")),
-        None => serializer.serialize_none(),
-    }
+    some_text(&factor.map(|factor| format!("yarn:{factor}")), serializer)
 }
 
 fn model_help() -> String {

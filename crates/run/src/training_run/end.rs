@@ -8,7 +8,7 @@ use candle_launch::{NOT_SAVED_EXIT_CODE, RankEnv, WOULD_FAIL_AGAIN_EXIT_CODE};
 use candle_trainer::counted;
 
 use crate::output::observer::{Observers, RunEvent};
-use crate::output::{exit_code_of_refusal, in_words};
+use crate::output::{code_of_refusal, in_words};
 use crate::training_run::stop::{Left, Stop, Stopped};
 
 /// How a rank's part ended, the same on every rank.
@@ -74,7 +74,7 @@ impl End {
                 ExitCode::from(NOT_SAVED_EXIT_CODE)
             }
             Self::Stopped(stopped) => stop.exit_code(&stopped.left),
-            Self::Refused(_) => exit_code_of_refusal(env),
+            Self::Refused(_) => ExitCode::from(code_of_refusal(env)),
             Self::Diverged(_) => ExitCode::from(WOULD_FAIL_AGAIN_EXIT_CODE),
         }
     }

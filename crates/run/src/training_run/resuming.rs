@@ -3,9 +3,7 @@
 use candle_comm::ProcessGroup;
 use candle_core::Result;
 use candle_parallel::checkpoint::TrainingCheckpoint;
-use candle_trainer::{
-    Activity, DataPosition, EvalHistory, LossHistory, TrainConfig, TrainingRecord,
-};
+use candle_trainer::{Activity, TrainConfig, TrainingRecord};
 
 use crate::args::lora::LoraArgs;
 use crate::training_run::TrainingRun;
@@ -13,12 +11,8 @@ use crate::training_run::TrainingRun;
 /// What a run goes on from.
 pub(crate) struct Resumed {
     pub checkpoint: TrainingCheckpoint,
-    /// The place of its next step in the data.
-    pub position: DataPosition,
-    /// What its evaluations gave.
-    pub evaluation: EvalHistory,
-    /// Its losses.
-    pub losses: LossHistory,
+    /// What the run that wrote it has noted.
+    pub record: TrainingRecord,
 }
 
 impl TrainingRun<'_> {
@@ -73,10 +67,8 @@ impl TrainingRun<'_> {
                 .note(format!("resumed after step {step} from {dir}"));
         }
         Ok(Some(Resumed {
-            position: earlier.position,
-            evaluation: earlier.evaluation,
-            losses: earlier.losses,
             checkpoint,
+            record: earlier,
         }))
     }
 
@@ -88,7 +80,7 @@ impl TrainingRun<'_> {
         }
         let step = resumed.checkpoint.step();
         let rest = self.spec.training.training_batches(&self.data.samples, 0)?;
-        let rest = rest.continued(step, resumed.position.total);
+        let rest = rest.continued(step, resumed.record.position.total);
         rest.first_step_from(batches.end_of_epochs(rest.num_samples()))
     }
 }

@@ -190,7 +190,9 @@ impl Stop {
     ) -> String {
         let why = match (self.signal(), self.max_secs) {
             (Some((signal, _)), _) => signal.to_string(),
-            (None, Some(secs)) if self.is_time_over() => format!("--max-secs {secs}"),
+            (None, Some(secs)) if self.start.elapsed() >= Duration::from_secs(secs) => {
+                format!("--max-secs {secs}")
+            }
             (None, _) if !self.hears_signals => "an observer".to_string(),
             (None, _) => "a signal to another rank".to_string(),
         };
@@ -225,11 +227,6 @@ impl Stop {
             }
         };
         format!("stopped after step {step} of {num_steps} by {why}; {how}")
-    }
-
-    fn is_time_over(&self) -> bool {
-        let max = self.max_secs.map(Duration::from_secs);
-        max.is_some_and(|max| self.start.elapsed() >= max)
     }
 
     /// Of a run that `left` this: 128 and the number of the signal, that of SIGTERM if another rank got it; success if the time was over; but a

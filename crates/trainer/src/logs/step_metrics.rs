@@ -73,14 +73,6 @@ pub struct StepMetrics {
     pub memory: MemoryReport,
 }
 
-impl StepMetrics {
-    /// Takes the positions of the global batch, once they are known.
-    pub(crate) fn set_positions(&mut self, num_positions: usize) {
-        self.num_positions = num_positions;
-        self.positions_per_sec = num_positions as f64 / self.step_secs;
-    }
-}
-
 /// As [`number_or_null`], of each value of a map.
 fn numbers_or_null<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, f64>, D::Error> {
     let numbers = BTreeMap::<String, Option<f64>>::deserialize(from)?;

@@ -4,22 +4,12 @@ use std::fs::read_to_string;
 use std::path::Path;
 
 /// What is read of a group: its limit, what is used of it, and what of that is files' content, which goes when memory is wanted.
-struct GroupFiles {
-    limit: &'static str,
-    usage: &'static str,
-    cache: &'static str,
-}
-
-const V1: GroupFiles = GroupFiles {
-    limit: "memory.limit_in_bytes",
-    usage: "memory.usage_in_bytes",
-    cache: "total_inactive_file",
-};
-const V2: GroupFiles = GroupFiles {
-    limit: "memory.max",
-    usage: "memory.current",
-    cache: "inactive_file",
-};
+const V1: [&str; 3] = [
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+];
+const V2: [&str; 3] = ["memory.max", "memory.current", "inactive_file"];
 
 /// Bytes of memory.
 pub(crate) struct AvailableMemory {
@@ -54,8 +44,8 @@ fn least_in(proc: &Path, groups: &Path) -> Option<[u64; 2]> {
         let controllers = parts.next().unwrap_or_default();
         let path = parts.next().unwrap_or_default().trim_start_matches('/');
         let (root, files) = match controllers {
-            "" => (groups.to_path_buf(), &V2),
-            _ => (groups.join("memory"), &V1),
+            "" => (groups.to_path_buf(), V2),
+            _ => (groups.join("memory"), V1),
         };
         let is_of_memory =
             controllers.is_empty() || controllers.split(',').any(|it| it == "memory");
@@ -63,29 +53,25 @@ fn least_in(proc: &Path, groups: &Path) -> Option<[u64; 2]> {
         let all = own
             .ancestors()
             .filter(|dir| is_of_memory && dir.starts_with(&root));
-        all.filter_map(|dir| files.read(dir)).collect::<Vec<_>>()
+        all.filter_map(|dir| limits_of(dir, files))
+            .collect::<Vec<_>>()
     });
     let all_of = of_groups.chain([[left, all]]);
     let [left, all] = all_of.reduce(|a, b| [a[0].min(b[0]), a[1].min(b[1])])?;
     Some([left, all.saturating_add(swap)])
 }
 
-impl GroupFiles {
-    /// What the group `dir` leaves, and its limit, if it has one.
-    fn read(&self, dir: &Path) -> Option<[u64; 2]> {
-        let number = |name| {
-            read_to_string(dir.join(name))
-                .ok()?
-                .trim()
-                .parse::<u64>()
-                .ok()
-        };
-        let (limit, usage) = (number(self.limit)?, number(self.usage)?);
-        let stat = read_to_string(dir.join("memory.stat")).unwrap_or_default();
-        let cache = number_after(self.cache, &stat).unwrap_or(0);
-        let left = limit.saturating_sub(usage.saturating_sub(cache));
-        Some([left, limit])
-    }
+/// What the group `dir` leaves, and its limit, if it has one.
+fn limits_of(dir: &Path, [limit, usage, cache]: [&str; 3]) -> Option<[u64; 2]> {
+    let number = |name| {
+        let text = read_to_string(dir.join(name)).ok()?;
+        text.trim().parse::<u64>().ok()
+    };
+    let (limit, usage) = (number(limit)?, number(usage)?);
+    let stat = read_to_string(dir.join("memory.stat")).unwrap_or_default();
+    let cache = number_after(cache, &stat).unwrap_or(0);
+    let left = limit.saturating_sub(usage.saturating_sub(cache));
+    Some([left, limit])
 }
 
 /// The number in the line that begins with this word.

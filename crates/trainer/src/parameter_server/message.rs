@@ -11,7 +11,7 @@ pub(super) const PUSH: u64 = 3;
 pub(super) const REPLY: u64 = 4;
 
 /// Where a run is when a worker begins.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Start {
     pub step: usize,
     pub num_steps: usize,

@@ -30,7 +30,7 @@ pub struct ParameterServer {
 }
 
 /// What a server knows of a worker.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Seat {
     /// Its next step.
     clock: usize,
@@ -69,17 +69,11 @@ impl ParameterServer {
                 "rank {rank} of {world_size} cannot be one of {num_servers} servers with workers"
             );
         }
-        let seat = Seat {
-            clock: 0,
-            waits: false,
-            is_gone: false,
-            is_done: false,
-        };
         Ok(Self {
             mailbox: mailbox.clone(),
             num_servers,
             consistency,
-            workers: vec![seat; world_size - num_servers],
+            workers: vec![Seat::default(); world_size - num_servers],
             last_loss: ReducedLoss {
                 mean: f64::NAN,
                 num_targets: 0,
@@ -243,13 +237,14 @@ impl ParameterServer {
             self.last_loss.num_targets = 0;
         }
         let num_done = step.step + 1;
-        let most = self.most_of_all(step, applied.asks_to_stop)?;
-        self.is_within_steps = most.is_diverged || most.clock > num_done;
-        if most.is_asked_to_stop {
+        let [asks_to_stop, is_diverged, clock, next_clock] =
+            self.most_of_all(step, applied.asks_to_stop)?;
+        self.is_within_steps = is_diverged > 0 || clock > num_done;
+        if asks_to_stop > 0 {
             // Where all workers can meet: some have begun the steps before it.
-            self.stops_at.get_or_insert(most.next_clock.max(num_done));
+            self.stops_at.get_or_insert(next_clock.max(num_done));
         }
-        if most.is_diverged {
+        if is_diverged > 0 {
             optimizer.set_diverged();
             // The first one prints it, and may not have seen that gradient yet.
             let why = self.diverged.as_deref().unwrap_or_default();
@@ -275,8 +270,10 @@ impl ParameterServer {
         })
     }
 
-    /// What all servers need to know of each other at the end of a step.
-    fn most_of_all(&self, step: &ServedStep, asks_to_stop: bool) -> Result<Most> {
+    /// The most that any server says, at the end of a step, of itself and of its workers: 1 if it is to stop, 1 if it
+    /// has diverged, steps of a worker whose gradients were applied, and these with the one that it computes with the
+    /// weights that it has.
+    fn most_of_all(&self, step: &ServedStep, asks_to_stop: bool) -> Result<[usize; 4]> {
         let clocks = self.workers.iter().map(|seat| seat.clock);
         let alive = self.workers.iter().filter(|seat| !seat.is_gone);
         let next_clocks = alive.map(|seat| seat.clock + usize::from(!seat.waits));
@@ -289,12 +286,7 @@ impl ParameterServer {
         let own = Tensor::new(&own, step.mesh.world.device())?;
         let most = step.mesh.world.all_reduce(&own, ReduceOp::Max)?;
         let most = most.to_vec1::<f64>()?;
-        Ok(Most {
-            is_asked_to_stop: most[0] > 0.0,
-            is_diverged: most[1] > 0.0,
-            clock: most[2] as usize,
-            next_clock: most[3] as usize,
-        })
+        Ok(std::array::from_fn(|index| most[index] as usize))
     }
 
     /// The update of one worker's gradient. One that is not finite changes nothing and ends the run at the end of the step, where all
@@ -433,16 +425,6 @@ fn ended_by(departure: &Departure) -> Error {
     Error::msg(format!(
         "{departure}\nhint: without a server nothing goes on, and without a worker only --async does"
     ))
-}
-
-/// The most that any server says of itself and of its workers.
-struct Most {
-    is_asked_to_stop: bool,
-    is_diverged: bool,
-    /// Steps of a worker whose gradients were applied.
-    clock: usize,
-    /// With those that it computes with the weights that it has.
-    next_clock: usize,
 }
 
 /// Sums over the gradients that were applied in a step.

@@ -43,11 +43,7 @@ impl Worker {
             gradients: Gradients::new(part.params(), &mesh)?,
             part,
             servers: Vec::new(),
-            start: Start {
-                step: 0,
-                num_steps: 0,
-                position: None,
-            },
+            start: Start::default(),
             asks_to_stop: None,
         };
         mailbox.bound_tensors(worker.part.params().largest_bucket_bytes());

@@ -3,12 +3,11 @@
 use std::time::Instant;
 
 use candle_comm::trace::{self, SpanKind};
-use candle_core::{Device, Result, bail};
+use candle_core::{Result, bail};
 use candle_ops::Stopwatch;
 use candle_parallel::Pass;
 
 use super::{GradientSource, Trainer};
-use crate::checkpoints::Checkpoints;
 use crate::logs::StepMetrics;
 use crate::logs::StepTimes;
 use crate::parameter_server::{ServedStep, StepDone};
@@ -61,7 +60,7 @@ impl Trainer {
 
     /// A step whose gradients the workers compute.
     fn step_of_workers(&mut self) -> Result<StepDone> {
-        let asks_to_stop = self.asks_to_stop();
+        let asks_to_stop = self.asks_to_stop.as_ref().is_some_and(|asks| asks());
         let pauses_at = self.next_pause();
         let GradientSource::Workers(workers) = &mut self.source else {
             bail!("a step of workers without a server");
@@ -97,12 +96,17 @@ impl Trainer {
         self.world.set_step(self.step, "optimizer");
         let mut stopwatch = self.stopwatch.is_some().then(Stopwatch::default);
         let learning_rate = self.config.lr_schedule.at(self.step);
-        let report = timed(&mut stopwatch, self.world.device(), || {
-            trace::record(SpanKind::Optimizer, self.world.device(), || {
+        let device = self.world.device();
+        let mut update = || {
+            trace::record(SpanKind::Optimizer, device, || {
                 self.optimizer
                     .step(gradients, learning_rate, self.config.max_grad_norm)
             })
-        })?;
+        };
+        let report = match &mut stopwatch {
+            Some(stopwatch) => stopwatch.time(device, update)?,
+            None => update()?,
+        };
         let (optimizer_start, optimizer_waited) = optimizer_timer;
         let in_optimizer = candle_comm::waited().saturating_sub(optimizer_waited);
         self.times = StepTimes {
@@ -132,16 +136,12 @@ impl Trainer {
 
     /// The next step before which the weights are saved or evaluated, but for the end.
     fn next_pause(&self) -> usize {
-        let of_checkpoint = self.checkpoints.as_ref().and_then(Checkpoints::every);
+        let of_checkpoint = self.checkpoints.as_ref().and_then(|it| it.every);
         let of_evaluation = self.evaluation.as_ref().and_then(|it| it.every);
         let all = of_checkpoint.into_iter().chain(of_evaluation);
         let next = all.map(|every| (self.step + 1).next_multiple_of(every));
         let next = next.filter(|step| *step < self.num_steps()).min();
         next.unwrap_or(usize::MAX)
-    }
-
-    fn asks_to_stop(&self) -> bool {
-        self.asks_to_stop.as_ref().is_some_and(|asks| asks())
     }
 
     /// Positions of the global batch, whether they are targets or not, if all replicas have as many as this one; of inputs that are
@@ -155,16 +155,5 @@ impl Trainer {
             }
         });
         self.num_replicas * positions.sum::<usize>()
-    }
-}
-
-fn timed<T>(
-    stopwatch: &mut Option<Stopwatch>,
-    device: &Device,
-    work: impl FnOnce() -> Result<T>,
-) -> Result<T> {
-    match stopwatch {
-        Some(stopwatch) => stopwatch.time(device, work),
-        None => work(),
     }
 }

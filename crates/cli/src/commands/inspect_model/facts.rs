@@ -7,59 +7,46 @@ use candle_comm::message_of;
 use candle_core::{Error, Result};
 use candle_parallel::checkpoint::{Checkpoint, TensorEntry, read_text_file, size_in_words};
 use candle_train_models::ModelConfig;
-use candle_train_run::print_line;
 use candle_trainer::{ChatTemplate, Tokenizer, counted};
 use serde_json::Value;
 
-/// What facts are called, and what they are.
-pub(super) struct ModelFacts(Vec<(&'static str, String)>);
-
-impl ModelFacts {
-    /// Those of the model in `dir`: of its `config.json`, also if it is none that can be trained, of its weights, and of its tokenizer.
-    ///
-    /// # Errors
-    /// `config.json` cannot be read, or is no JSON.
-    pub fn of(
-        dir: &Path,
-        config: Option<&ModelConfig>,
-        weights: Option<&Checkpoint>,
-    ) -> Result<Self> {
-        let path = dir.join("config.json");
-        let fail = |err: &dyn std::fmt::Display| {
-            Error::msg(format!("cannot read {}: {err}", path.display()))
-        };
-        let text = read_text_file(&path).map_err(|err| fail(&err))?;
-        let file: Value = serde_json::from_str(&text).map_err(|err| fail(&err))?;
-        let mut facts = vec![("family", family(&file))];
-        if let Some(weights) = weights {
-            facts.push(("parameters", parameters(weights, config)));
-        }
-        facts.extend(sizes(&file).map(|sizes| ("layers", sizes)));
-        let context = config.map(ModelConfig::max_seq_len);
-        let context = context.or(number(&file, "max_position_embeddings"));
-        facts.extend(context.map(|context| ("context", counted(context, "token"))));
-        facts.extend(weights.map(|weights| ("weights", stored(weights))));
-        let is_tied = match config {
-            Some(config) => Some(config.tie_word_embeddings),
-            None => field(&file, "tie_word_embeddings").as_bool(),
-        };
-        facts.extend(is_tied.map(|is_tied| {
-            let said = match is_tied {
-                true => "tied: the head uses the embedding's weight",
-                false => "not tied: the head has a weight of its own",
-            };
-            ("embeddings", said.to_string())
-        }));
-        facts.extend(of_tokenizer(dir, number(&file, "vocab_size")));
-        Ok(Self(facts))
+/// What facts of the model in `dir` are called, and what they are: of its `config.json`, also if it is none that can be
+/// trained, of its weights, and of its tokenizer.
+///
+/// # Errors
+/// `config.json` cannot be read, or is no JSON.
+pub(super) fn facts_of(
+    dir: &Path,
+    config: Option<&ModelConfig>,
+    weights: Option<&Checkpoint>,
+) -> Result<Vec<(&'static str, String)>> {
+    let path = dir.join("config.json");
+    let fail =
+        |err: &dyn std::fmt::Display| Error::msg(format!("cannot read {}: {err}", path.display()));
+    let text = read_text_file(&path).map_err(|err| fail(&err))?;
+    let file: Value = serde_json::from_str(&text).map_err(|err| fail(&err))?;
+    let mut facts = vec![("family", family(&file))];
+    if let Some(weights) = weights {
+        facts.push(("parameters", parameters(weights, config)));
     }
-
-    /// Prints them in two columns.
-    pub fn print(&self) {
-        for (name, fact) in &self.0 {
-            print_line(&format!("{name:<15}{fact}"));
-        }
-    }
+    facts.extend(sizes(&file).map(|sizes| ("layers", sizes)));
+    let context = config.map(ModelConfig::max_seq_len);
+    let context = context.or(number(&file, "max_position_embeddings"));
+    facts.extend(context.map(|context| ("context", counted(context, "token"))));
+    facts.extend(weights.map(|weights| ("weights", stored(weights))));
+    let is_tied = match config {
+        Some(config) => Some(config.tie_word_embeddings),
+        None => field(&file, "tie_word_embeddings").as_bool(),
+    };
+    facts.extend(is_tied.map(|is_tied| {
+        let said = match is_tied {
+            true => "tied: the head uses the embedding's weight",
+            false => "not tied: the head has a weight of its own",
+        };
+        ("embeddings", said.to_string())
+    }));
+    facts.extend(of_tokenizer(dir, number(&file, "vocab_size")));
+    Ok(facts)
 }
 
 /// A field of `config.json`, or of the language model in one of several.

@@ -14,11 +14,8 @@ pub(super) struct MetricsFile {
     lines: Vec<(f64, Value)>,
 }
 
-/// A number of the steps.
-pub(super) struct Curve {
-    /// Steps and values.
-    pub(super) points: Vec<(f64, f64)>,
-}
+/// A number of the steps: steps and values.
+pub(super) type Curve = Vec<(f64, f64)>;
 
 impl MetricsFile {
     /// Reads all lines. The last one may be half of one: a run writes it.
@@ -63,9 +60,9 @@ impl MetricsFile {
             let value = line.pointer(&pointer)?.as_f64()?;
             Some((*step, value))
         });
-        let points: Vec<(f64, f64)> = points.collect();
+        let points: Curve = points.collect();
         if !points.is_empty() {
-            return Ok(Curve { points });
+            return Ok(points);
         }
         let shown = self.path.display();
         let names: BTreeSet<String> = self
@@ -81,13 +78,6 @@ impl MetricsFile {
             "{shown} has no step with the number {name:?}\nhint: it has {}",
             names.join(", ")
         )
-    }
-}
-
-impl Curve {
-    /// Its values alone.
-    pub(super) fn values(&self) -> impl Iterator<Item = f64> {
-        self.points.iter().map(|(_, value)| *value)
     }
 }
 

@@ -7,9 +7,9 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use super::segments::{Segment, Shares, overlap, segments, union};
+use super::segments::{Shares, overlap, segments, union};
 use super::style::{Category, GREY, GRID, HIDDEN, IN_FLIGHT};
-use super::trace_file::{Rank, TraceFile};
+use super::trace_file::{Rank, TraceFile, TraceSpan};
 use crate::pictures::picture::{Drawing, Drawn, FONT};
 
 /// In pixels: where rows begin and end.
@@ -251,7 +251,7 @@ impl<'a> TimelineChart<'a> {
     fn draw_segment<B: DrawingBackend>(
         &self,
         area: &DrawingArea<B, Shift>,
-        segment: &Segment,
+        segment: &TraceSpan,
         turn: usize,
         (top, bottom): (i32, i32),
     ) -> Drawn<B> {
@@ -272,12 +272,12 @@ impl<'a> TimelineChart<'a> {
     fn draw_numbers<B: DrawingBackend>(
         &self,
         area: &DrawingArea<B, Shift>,
-        segments: &[Segment],
+        segments: &[TraceSpan],
         y: i32,
     ) -> Drawn<B> {
-        let mut longest: Vec<&Segment> = Vec::new();
+        let mut longest: Vec<&TraceSpan> = Vec::new();
         for segment in segments.iter().filter(|it| it.unit.is_some()) {
-            let is_same = |other: &&mut &Segment| {
+            let is_same = |other: &&mut &TraceSpan| {
                 (other.category, other.unit) == (segment.category, segment.unit)
             };
             match longest.iter_mut().rev().find(is_same) {

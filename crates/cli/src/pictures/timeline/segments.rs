@@ -1,22 +1,11 @@
 //! Events within each other as pieces of time one after the other, and what share of a step they take.
 
-use candle_parallel::Unit;
-
 use super::style::Category;
 use super::trace_file::{Rank, TraceSpan};
 
-/// What a rank did from `start` to `end`: what the innermost event says.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Segment {
-    pub start: f64,
-    pub end: f64,
-    pub category: Category,
-    /// Of a pass.
-    pub unit: Option<Unit>,
-}
-
-/// The segments of events that lie within each other or apart, from `start` to `end`.
-pub(super) fn segments(events: &[TraceSpan], (start, end): (f64, f64)) -> Vec<Segment> {
+/// What events that lie within each other or apart say of the time from `start` to `end`, one piece of it after the
+/// other: what the innermost says.
+pub(super) fn segments(events: &[TraceSpan], (start, end): (f64, f64)) -> Vec<TraceSpan> {
     let mut events: Vec<&TraceSpan> = events.iter().collect();
     // What lies within another one comes after it.
     events.sort_by(|a, b| a.start.total_cmp(&b.start).then(b.end.total_cmp(&a.end)));
@@ -26,11 +15,10 @@ pub(super) fn segments(events: &[TraceSpan], (start, end): (f64, f64)) -> Vec<Se
     let mut add = |event: &TraceSpan, from: f64, to: f64| {
         let (from, to) = (from.max(start), to.min(end));
         if to > from {
-            segments.push(Segment {
+            segments.push(TraceSpan {
                 start: from,
                 end: to,
-                category: event.category,
-                unit: event.unit,
+                ..event.clone()
             });
         }
     };
