@@ -7,10 +7,11 @@ use candle_core::{Error, Result, Tensor, bail};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use twox_hash::XxHash64;
 
-/// What every rank has to say, in rank order. Every rank of the group must call it.
+/// What every rank has to say, in rank order. Every rank of the group must call it. Reports name the line that calls it.
 ///
 /// # Errors
 /// Failures of ranks.
+#[track_caller]
 pub(crate) fn gather<T: DeserializeOwned>(
     group: &ProcessGroup,
     own: &impl Serialize,
