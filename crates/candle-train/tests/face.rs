@@ -5,8 +5,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use quote::{ToTokens, quote};
+use syn::punctuated::Punctuated;
 use syn::{
-    Attribute, Field, Fields, ImplItem, Item, ItemImpl, TraitItem, Type, UseTree, Visibility,
+    Attribute, Field, Fields, ImplItem, Item, ItemImpl, Token, TraitItem, Type, TypePath, UseTree,
+    Visibility,
 };
 
 /// The crates that the facade has, and under which names.
@@ -81,12 +83,21 @@ impl Source {
                 paths.extend(entries.map(|entry| entry.unwrap().path()));
             } else if path.extension().is_some_and(|end| end == "rs") {
                 for item in items_of(&path) {
-                    if let Item::Impl(item) = item
+                    if let Item::Impl(item) = &item
                         && let Type::Path(of) = &*item.self_ty
                         && let Some(name) = of.path.segments.last()
                     {
                         let all = impls.entry(name.ident.to_string()).or_default();
-                        all.extend(of_impl(&item));
+                        all.extend(of_impl(item));
+                    } else if let Item::Macro(item) = item
+                        && item.mac.path.is_ident("with_defaults_of_flags")
+                    {
+                        let list = Punctuated::<TypePath, Token![,]>::parse_terminated;
+                        for of in item.mac.parse_body_with(list).unwrap() {
+                            let name = of.path.segments.last().unwrap().ident.to_string();
+                            let all = impls.entry(name).or_default();
+                            all.insert("impl Default".to_string());
+                        }
                     }
                 }
             }

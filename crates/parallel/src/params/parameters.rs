@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{Result, Tensor};
@@ -21,7 +21,6 @@ use super::set_weights::SetWeights;
 use super::sharded_weights::ShardedWeights;
 use super::slices::gather_range;
 use super::source::Source;
-use super::store::OfStore;
 use super::tie::Tie;
 use crate::agreement::Facts;
 use crate::data_parallel::DataParallel;
@@ -46,7 +45,7 @@ struct Inner {
     model: ModelSpec,
     /// What this rank has of it.
     own: RankSpec,
-    common: OfStore,
+    common: StoreParts,
     allowance: Allowance,
     groups: ReplicaGroups,
     offload: Offload,
@@ -61,12 +60,23 @@ struct Inner {
     num_updates: AtomicUsize,
 }
 
+/// All models that are built from one store have these in common.
+#[derive(Clone)]
+pub(super) struct StoreParts {
+    pub source: Arc<Source>,
+    pub pending: Arc<PendingWeights>,
+    pub set_weights: Arc<SetWeights>,
+    /// Empty unless replicas divide the weights. Layers that use their weights tile by tile have it too.
+    pub sharded: Arc<OnceLock<ShardedWeights>>,
+    pub packed: Arc<PackedWeights>,
+}
+
 /// What a store knows of a model whose blocks have all been built.
 pub(super) struct Requested {
     pub params: Vec<Param>,
     /// What its stages have asked for, in the same order.
     pub specs: Vec<ParamSpec>,
-    pub common: OfStore,
+    pub common: StoreParts,
     pub allowance: Allowance,
     pub replicas: DataParallel,
     pub offload: Offload,
@@ -89,7 +99,7 @@ impl Parameters {
             offload,
             without_values,
         } = requested;
-        let OfStore {
+        let StoreParts {
             source, sharded, ..
         } = &common;
         replicas.validate(mesh.replicas.world_size())?;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_comm::Mesh;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
@@ -11,14 +11,11 @@ use candle_nn::Init;
 use super::allowance::Allowance;
 use super::builder::ParamBuilder;
 use super::model_spec::ModelSpec;
-use super::packed_weights::{KeptWeight, PackWeights, PackedWeights};
+use super::packed_weights::{KeptWeight, PackWeights};
 use super::param::{Asker, Param, asked_twice};
 use super::param_spec::ParamSpec;
-use super::parameters::{Parameters, Requested};
-use super::pending_weights::PendingWeights;
+use super::parameters::{Parameters, Requested, StoreParts};
 use super::released::empty_var;
-use super::set_weights::SetWeights;
-use super::sharded_weights::ShardedWeights;
 use super::source::{BaseSource, LoraSource, Source, Wanted};
 use super::tiled_weight::TiledWeight;
 use super::weight_format::{Packing, WeightFormat, hold};
@@ -37,18 +34,7 @@ use crate::placement::Placement;
 #[derive(Clone)]
 pub struct ParamStore {
     state: Arc<Mutex<StoreState>>,
-    common: OfStore,
-}
-
-/// What all models have in common that are built from a store.
-#[derive(Clone)]
-pub(super) struct OfStore {
-    pub source: Arc<Source>,
-    pub pending: Arc<PendingWeights>,
-    pub set_weights: Arc<SetWeights>,
-    /// Empty unless replicas divide the weights. Layers that use their weights tile by tile have it too.
-    pub sharded: Arc<OnceLock<ShardedWeights>>,
-    pub packed: Arc<PackedWeights>,
+    common: StoreParts,
 }
 
 #[derive(Default)]
@@ -139,7 +125,7 @@ impl ParamStore {
     fn new(base: BaseSource) -> Self {
         Self {
             state: Arc::default(),
-            common: OfStore {
+            common: StoreParts {
                 source: Arc::new(Source { base, lora: None }),
                 pending: Arc::default(),
                 set_weights: Arc::default(),
