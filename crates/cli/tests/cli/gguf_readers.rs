@@ -1,4 +1,4 @@
-//! What reads GGUF files again: `inspect`, candle's quantized models, and for their perplexity the model that they were made of.
+//! Readers of GGUF files: `inspect`, candle's quantized models, and for their perplexity the model that they were made of.
 
 use std::fs::{self, File};
 use std::path::Path;

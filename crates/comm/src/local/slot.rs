@@ -11,7 +11,7 @@ use crate::error::group_name;
 use crate::memory::adopted::GivenAway;
 use crate::operation::call::Call;
 
-/// What a wait found when it looked.
+/// The state of an operation that is waited for.
 pub(super) enum Polled<T> {
     Ready(T),
     /// Not complete; these world ranks have not arrived.

@@ -1,4 +1,4 @@
-//! What the groups of a rank's run over NCCL share, and how it fails.
+//! State that the groups of a rank's run over NCCL share, and how the run fails.
 
 use std::fmt::Display;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,7 +11,7 @@ use crate::Error;
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// What everything in a rank's run asks.
+/// A rank's run: its groups and their watchers ask it for deadlines, and whether it has failed.
 pub(super) struct RankRun {
     pub rank: usize,
     pub deadline: Duration,

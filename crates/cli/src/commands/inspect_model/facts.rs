@@ -10,8 +10,8 @@ use candle_train_models::ModelConfig;
 use candle_trainer::{ChatTemplate, Tokenizer, counted};
 use serde_json::Value;
 
-/// What facts of the model in `dir` are called, and what they are: of its `config.json`, also if it is none that can be
-/// trained, of its weights, and of its tokenizer.
+/// Names and values of facts about the model in `dir`, from its `config.json`, also if it is none that can be trained,
+/// its weights and its tokenizer.
 ///
 /// # Errors
 /// `config.json` cannot be read, or is no JSON.
@@ -39,9 +39,10 @@ pub(super) fn facts_of(
         None => field(&file, "tie_word_embeddings").as_bool(),
     };
     facts.extend(is_tied.map(|is_tied| {
-        let said = match is_tied {
-            true => "tied: the head uses the embedding's weight",
-            false => "not tied: the head has a weight of its own",
+        let said = if is_tied {
+            "tied: the head uses the embedding's weight"
+        } else {
+            "not tied: the head has a weight of its own"
         };
         ("embeddings", said.to_string())
     }));

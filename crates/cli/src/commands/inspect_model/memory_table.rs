@@ -15,20 +15,39 @@ use candle_train_run::print_line;
 /// Tokens of a micro-batch, or the model's context if that is shorter.
 const NUM_TOKENS: usize = 2048;
 
-/// A way to train: its flags, the type of weights, whether there are adapters, and in which form the weights beside
-/// them are.
-type Way = (&'static str, DType, bool, Option<WeightFormat>);
+/// A way to train.
+struct Way {
+    flags: &'static str,
+    dtype: DType,
+    has_adapters: bool,
+    base: Option<WeightFormat>,
+}
 
 const WAYS: [Way; 4] = [
-    ("--dtype f32", DType::F32, false, None),
-    ("--dtype bf16", DType::BF16, false, None),
-    ("--dtype bf16 --lora-rank 16", DType::BF16, true, None),
-    (
-        "--dtype bf16 --lora-rank 16 --base-dtype q4k",
-        DType::BF16,
-        true,
-        Some(WeightFormat::Q4K),
-    ),
+    Way {
+        flags: "--dtype f32",
+        dtype: DType::F32,
+        has_adapters: false,
+        base: None,
+    },
+    Way {
+        flags: "--dtype bf16",
+        dtype: DType::BF16,
+        has_adapters: false,
+        base: None,
+    },
+    Way {
+        flags: "--dtype bf16 --lora-rank 16",
+        dtype: DType::BF16,
+        has_adapters: true,
+        base: None,
+    },
+    Way {
+        flags: "--dtype bf16 --lora-rank 16 --base-dtype q4k",
+        dtype: DType::BF16,
+        has_adapters: true,
+        base: Some(WeightFormat::Q4K),
+    },
 ];
 
 const COLUMNS: [MemoryCategory; 4] = [
@@ -50,12 +69,12 @@ pub(super) fn print_memory(config: &ModelConfig) -> Result<()> {
     let heads = COLUMNS.map(|category| category.to_string());
     print_row("", &[heads.to_vec(), vec!["in all".to_string()]].concat());
     for way in &WAYS {
-        let memory = memory_of(way, config, num_tokens)?;
+        let memory = way.memory(config, num_tokens)?;
         let bytes = COLUMNS.map(|category| memory.of(category).peak);
         let total = bytes.iter().sum::<u64>();
         let bytes = bytes.iter().chain([&total]);
         let sizes: Vec<String> = bytes.map(|bytes| memory_in_words(*bytes)).collect();
-        print_row(way.0, &sizes);
+        print_row(way.flags, &sizes);
     }
     Ok(())
 }
@@ -65,36 +84,34 @@ fn print_row(flags: &str, cells: &[String]) {
     print_line(&format!("  {flags:<44}{}", cells.concat()));
 }
 
-/// What a way takes, with micro-batches of `num_tokens`.
-fn memory_of(
-    (_, dtype, has_adapters, base): &Way,
-    config: &ModelConfig,
-    num_tokens: usize,
-) -> Result<MemoryReport> {
-    let mut store = ParamStore::init(0);
-    if *has_adapters {
-        store = store.with_lora(LoraConfig::default())?;
+impl Way {
+    /// The memory of each category, with micro-batches of `num_tokens`.
+    fn memory(&self, config: &ModelConfig, num_tokens: usize) -> Result<MemoryReport> {
+        let mut store = ParamStore::init(0);
+        if self.has_adapters {
+            store = store.with_lora(LoraConfig::default())?;
+        }
+        if let Some(format) = self.base {
+            store = store.with_frozen_format(format);
+        }
+        let vb = store.builder(self.dtype, &Device::Cpu);
+        let model = CausalLm::spec(config, Degrees::default(), &vb, PartConfig::default())?;
+        let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 1)?;
+        let work = PlannedWork {
+            pack_weights: PackWeights::Off,
+            replicas: DataParallel::default(),
+            offload: &Offload::default(),
+            on_gpu: false,
+            passes: Some(PlannedPasses {
+                plan: &plan,
+                tapes: model.tapes(),
+                recompute: Recompute::None,
+                num_rows: num_tokens,
+            }),
+            update: Some(PlannedUpdate {
+                rule: &AdamW(AdamWConfig::default()),
+            }),
+        };
+        Ok(MemoryPlan::new(&model.of_rank(0), &work)?.report())
     }
-    if let Some(format) = base {
-        store = store.with_frozen_format(*format);
-    }
-    let vb = store.builder(*dtype, &Device::Cpu);
-    let model = CausalLm::spec(config, Degrees::default(), &vb, PartConfig::default())?;
-    let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 1)?;
-    let work = PlannedWork {
-        pack_weights: PackWeights::Off,
-        replicas: DataParallel::default(),
-        offload: &Offload::default(),
-        on_gpu: false,
-        passes: Some(PlannedPasses {
-            plan: &plan,
-            tapes: model.tapes(),
-            recompute: Recompute::None,
-            num_rows: num_tokens,
-        }),
-        update: Some(PlannedUpdate {
-            rule: &AdamW(AdamWConfig::default()),
-        }),
-    };
-    Ok(MemoryPlan::new(&model.of_rank(0), &work)?.report())
 }

@@ -3,8 +3,8 @@
 use super::style::Category;
 use super::trace_file::{Rank, TraceSpan};
 
-/// What events that lie within each other or apart say of the time from `start` to `end`, one piece of it after the
-/// other: what the innermost says.
+/// Cuts the time from `start` to `end` into pieces, each with the words of the innermost event there. Events lie within
+/// each other or apart.
 pub(super) fn segments(events: &[TraceSpan], (start, end): (f64, f64)) -> Vec<TraceSpan> {
     let mut events: Vec<&TraceSpan> = events.iter().collect();
     // What lies within another one comes after it.
