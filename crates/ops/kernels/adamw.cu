@@ -104,29 +104,16 @@ __device__ void adamw(float* master, float* exp_avg, float* exp_avg_sq, const fl
     adamw(exp_avg, exp_avg_sq, grad, slot, constants, scale, aligned(x_at, rounded), load_x, store_x);
 }
 
-extern "C" __global__ void adamw_f32(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
-                                     float step_size, float correction, float one_minus_beta1, float beta2, float one_minus_beta2,
-                                     float eps, float scale) {
-    const AdamWSlot& slot = slots.slots[blockIdx.y];
-    AdamW constants = {step_size, correction, slot.decay_factor, one_minus_beta1, beta2, one_minus_beta2, eps};
-    adamw<float>(master, exp_avg, exp_avg_sq, grad, slot, constants, scale);
-}
-
-extern "C" __global__ void adamw_bf16(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
-                                      float step_size, float correction, float one_minus_beta1, float beta2, float one_minus_beta2,
-                                      float eps, float scale) {
-    const AdamWSlot& slot = slots.slots[blockIdx.y];
-    AdamW constants = {step_size, correction, slot.decay_factor, one_minus_beta1, beta2, one_minus_beta2, eps};
-    adamw<bf16>(master, exp_avg, exp_avg_sq, grad, slot, constants, scale);
-}
-
-extern "C" __global__ void adamw_f16(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
-                                     float step_size, float correction, float one_minus_beta1, float beta2, float one_minus_beta2,
-                                     float eps, float scale) {
-    const AdamWSlot& slot = slots.slots[blockIdx.y];
-    AdamW constants = {step_size, correction, slot.decay_factor, one_minus_beta1, beta2, one_minus_beta2, eps};
-    adamw<f16>(master, exp_avg, exp_avg_sq, grad, slot, constants, scale);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void adamw##SUFFIX(                                                                         \
+        float* master, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots, float step_size,       \
+        float correction, float one_minus_beta1, float beta2, float one_minus_beta2, float eps, float scale) {        \
+        const AdamWSlot& slot = slots.slots[blockIdx.y];                                                              \
+        AdamW constants = {step_size, correction, slot.decay_factor, one_minus_beta1, beta2, one_minus_beta2, eps};   \
+        adamw<T>(master, exp_avg, exp_avg_sq, grad, slot, constants, scale);                                          \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
 extern "C" __global__ void adamw_split(short* remainder, float* exp_avg, float* exp_avg_sq, const float* grad, AdamWSlots slots,
                                        float step_size, float correction, float one_minus_beta1, float beta2, float one_minus_beta2,

@@ -15,14 +15,9 @@ __device__ void add_into(float* dst, const T* src, i64 len) {
     });
 }
 
-extern "C" __global__ void add_into_f32(float* dst, const float* src, i64 len) {
-    add_into(dst, src, len);
-}
-
-extern "C" __global__ void add_into_bf16(float* dst, const bf16* src, i64 len) {
-    add_into(dst, src, len);
-}
-
-extern "C" __global__ void add_into_f16(float* dst, const f16* src, i64 len) {
-    add_into(dst, src, len);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void add_into##SUFFIX(float* dst, const T* src, i64 len) {                                  \
+        add_into(dst, src, len);                                                                                      \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL

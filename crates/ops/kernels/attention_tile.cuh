@@ -5,9 +5,6 @@
 #include "half_precision.cuh"
 #include "reduce.cuh"
 
-// A kernel for each type: KERNEL has the end of its name, and the type of what it reads and writes.
-#define FOR_EACH_TYPE(KERNEL) KERNEL(_f32, float) KERNEL(_bf16, bf16) KERNEL(_f16, f16)
-
 constexpr int TILE = 16;
 constexpr int MAX_HEAD_DIM = 256;
 // Elements of a row of the result that a thread owns.

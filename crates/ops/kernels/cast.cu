@@ -10,26 +10,16 @@ __device__ void cast(To* dst, const From* src, i64 len) {
     });
 }
 
-extern "C" __global__ void round_f32(float* dst, const float* src, i64 len) {
-    cast(dst, src, len);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void round##SUFFIX(T* dst, const float* src, i64 len) {                                     \
+        cast(dst, src, len);                                                                                          \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
-extern "C" __global__ void round_bf16(bf16* dst, const float* src, i64 len) {
-    cast(dst, src, len);
-}
-
-extern "C" __global__ void round_f16(f16* dst, const float* src, i64 len) {
-    cast(dst, src, len);
-}
-
-extern "C" __global__ void widen_f32(float* dst, const float* src, i64 len) {
-    cast(dst, src, len);
-}
-
-extern "C" __global__ void widen_bf16(float* dst, const bf16* src, i64 len) {
-    cast(dst, src, len);
-}
-
-extern "C" __global__ void widen_f16(float* dst, const f16* src, i64 len) {
-    cast(dst, src, len);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void widen##SUFFIX(float* dst, const T* src, i64 len) {                                     \
+        cast(dst, src, len);                                                                                          \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL

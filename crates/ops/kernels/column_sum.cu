@@ -34,14 +34,9 @@ __device__ void column_sum(float* dst, const T* src, i64 rows, i64 cols, int add
     }
 }
 
-extern "C" __global__ void column_sum_f32(float* dst, const float* src, i64 rows, i64 cols, int add) {
-    column_sum(dst, src, rows, cols, add);
-}
-
-extern "C" __global__ void column_sum_bf16(float* dst, const bf16* src, i64 rows, i64 cols, int add) {
-    column_sum(dst, src, rows, cols, add);
-}
-
-extern "C" __global__ void column_sum_f16(float* dst, const f16* src, i64 rows, i64 cols, int add) {
-    column_sum(dst, src, rows, cols, add);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void column_sum##SUFFIX(float* dst, const T* src, i64 rows, i64 cols, int add) {            \
+        column_sum(dst, src, rows, cols, add);                                                                        \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL

@@ -97,35 +97,19 @@ __device__ void cross_entropy_backward(T* dlogits, const T* logits, const float*
     }
 }
 
-extern "C" __global__ void softmax_stats_f32(float* stats, const float* logits, const u32* targets, i64 rows, i64 cols,
-                                             i64 vocab_start) {
-    softmax_stats(stats, logits, targets, rows, cols, vocab_start);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void softmax_stats##SUFFIX(                                                                 \
+        float* stats, const T* logits, const u32* targets, i64 rows, i64 cols, i64 vocab_start) {                     \
+        softmax_stats(stats, logits, targets, rows, cols, vocab_start);                                               \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
-extern "C" __global__ void softmax_stats_bf16(float* stats, const bf16* logits, const u32* targets, i64 rows, i64 cols,
-                                              i64 vocab_start) {
-    softmax_stats(stats, logits, targets, rows, cols, vocab_start);
-}
-
-extern "C" __global__ void softmax_stats_f16(float* stats, const f16* logits, const u32* targets, i64 rows, i64 cols,
-                                             i64 vocab_start) {
-    softmax_stats(stats, logits, targets, rows, cols, vocab_start);
-}
-
-extern "C" __global__ void cross_entropy_backward_f32(float* dlogits, const float* logits, const float* log_sum_exp,
-                                                      const u32* targets, const float* row_grads, float grad, i64 rows,
-                                                      i64 cols, i64 vocab_start) {
-    cross_entropy_backward(dlogits, logits, log_sum_exp, targets, row_grads, grad, rows, cols, vocab_start);
-}
-
-extern "C" __global__ void cross_entropy_backward_bf16(bf16* dlogits, const bf16* logits, const float* log_sum_exp,
-                                                       const u32* targets, const float* row_grads, float grad,
-                                                       i64 rows, i64 cols, i64 vocab_start) {
-    cross_entropy_backward(dlogits, logits, log_sum_exp, targets, row_grads, grad, rows, cols, vocab_start);
-}
-
-extern "C" __global__ void cross_entropy_backward_f16(f16* dlogits, const f16* logits, const float* log_sum_exp,
-                                                      const u32* targets, const float* row_grads, float grad,
-                                                      i64 rows, i64 cols, i64 vocab_start) {
-    cross_entropy_backward(dlogits, logits, log_sum_exp, targets, row_grads, grad, rows, cols, vocab_start);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void cross_entropy_backward##SUFFIX(                                                        \
+        T* dlogits, const T* logits, const float* log_sum_exp, const u32* targets, const float* row_grads,            \
+        float grad, i64 rows, i64 cols, i64 vocab_start) {                                                            \
+        cross_entropy_backward(dlogits, logits, log_sum_exp, targets, row_grads, grad, rows, cols, vocab_start);      \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL

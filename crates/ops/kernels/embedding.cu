@@ -24,20 +24,13 @@ __device__ void embedding_forward(T* y, const T* table, const u32* ids, i64 num_
     }
 }
 
-extern "C" __global__ void embedding_forward_f32(float* y, const float* table, const u32* ids, i64 num_ids, i64 hidden,
-                                                 u32 vocab_start, u32 local_vocab) {
-    embedding_forward(y, table, ids, num_ids, hidden, vocab_start, local_vocab);
-}
-
-extern "C" __global__ void embedding_forward_bf16(bf16* y, const bf16* table, const u32* ids, i64 num_ids, i64 hidden,
-                                                  u32 vocab_start, u32 local_vocab) {
-    embedding_forward(y, table, ids, num_ids, hidden, vocab_start, local_vocab);
-}
-
-extern "C" __global__ void embedding_forward_f16(f16* y, const f16* table, const u32* ids, i64 num_ids, i64 hidden,
-                                                 u32 vocab_start, u32 local_vocab) {
-    embedding_forward(y, table, ids, num_ids, hidden, vocab_start, local_vocab);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void embedding_forward##SUFFIX(                                                             \
+        T* y, const T* table, const u32* ids, i64 num_ids, i64 hidden, u32 vocab_start, u32 local_vocab) {            \
+        embedding_forward(y, table, ids, num_ids, hidden, vocab_start, local_vocab);                                  \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
 // Rows loaded before the first of them is added: additions are in order, loads need not be.
 constexpr int IN_FLIGHT = 4;
@@ -83,17 +76,11 @@ __device__ void embedding_backward(float* grad, const T* dy, const u32* sorted_r
     });
 }
 
-extern "C" __global__ void embedding_backward_f32(float* grad, const float* dy, const u32* sorted_rows,
-                                                  const u32* order, u32 num_ids, i64 hidden, u32 local_vocab) {
-    embedding_backward(grad, dy, sorted_rows, order, num_ids, hidden, local_vocab);
-}
-
-extern "C" __global__ void embedding_backward_bf16(float* grad, const bf16* dy, const u32* sorted_rows,
-                                                   const u32* order, u32 num_ids, i64 hidden, u32 local_vocab) {
-    embedding_backward(grad, dy, sorted_rows, order, num_ids, hidden, local_vocab);
-}
-
-extern "C" __global__ void embedding_backward_f16(float* grad, const f16* dy, const u32* sorted_rows,
-                                                  const u32* order, u32 num_ids, i64 hidden, u32 local_vocab) {
-    embedding_backward(grad, dy, sorted_rows, order, num_ids, hidden, local_vocab);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void embedding_backward##SUFFIX(                                                            \
+        float* grad, const T* dy, const u32* sorted_rows, const u32* order, u32 num_ids, i64 hidden,                  \
+        u32 local_vocab) {                                                                                            \
+        embedding_backward(grad, dy, sorted_rows, order, num_ids, hidden, local_vocab);                               \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL

@@ -14,17 +14,12 @@ __device__ void fill(T* dst, float value, i64 len) {
     });
 }
 
-extern "C" __global__ void fill_f32(float* dst, float value, i64 len) {
-    fill(dst, value, len);
-}
-
-extern "C" __global__ void fill_bf16(bf16* dst, float value, i64 len) {
-    fill(dst, value, len);
-}
-
-extern "C" __global__ void fill_f16(f16* dst, float value, i64 len) {
-    fill(dst, value, len);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void fill##SUFFIX(T* dst, float value, i64 len) {                                           \
+        fill(dst, value, len);                                                                                        \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
 // dst (rows, cols): each row = row (cols). A block per row, in turns.
 template <typename T>
@@ -38,14 +33,9 @@ __device__ void fill_rows(T* dst, const T* row, i64 rows, i64 cols) {
     }
 }
 
-extern "C" __global__ void fill_rows_f32(float* dst, const float* row, i64 rows, i64 cols) {
-    fill_rows(dst, row, rows, cols);
-}
-
-extern "C" __global__ void fill_rows_bf16(bf16* dst, const bf16* row, i64 rows, i64 cols) {
-    fill_rows(dst, row, rows, cols);
-}
-
-extern "C" __global__ void fill_rows_f16(f16* dst, const f16* row, i64 rows, i64 cols) {
-    fill_rows(dst, row, rows, cols);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void fill_rows##SUFFIX(T* dst, const T* row, i64 rows, i64 cols) {                          \
+        fill_rows(dst, row, rows, cols);                                                                              \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL

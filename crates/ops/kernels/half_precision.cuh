@@ -12,6 +12,9 @@ struct f16 {
     unsigned short bits;
 };
 
+// A kernel for each type: KERNEL has the end of its name, and the type of what it reads and writes.
+#define FOR_EACH_TYPE(KERNEL) KERNEL(_f32, float) KERNEL(_bf16, bf16) KERNEL(_f16, f16)
+
 __device__ inline float to_f32(float x) {
     return x;
 }

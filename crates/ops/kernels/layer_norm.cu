@@ -168,35 +168,19 @@ __device__ void layer_norm_backward(T* dx, float* dw, float* db, const T* x, con
     });
 }
 
-extern "C" __global__ void layer_norm_forward_f32(float* y, const float* x, const float* w, const float* b, i64 rows,
-                                                  int cols, float eps) {
-    layer_norm_forward(y, x, w, b, rows, cols, eps);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void layer_norm_forward##SUFFIX(                                                            \
+        T* y, const T* x, const T* w, const T* b, i64 rows, int cols, float eps) {                                    \
+        layer_norm_forward(y, x, w, b, rows, cols, eps);                                                              \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
-extern "C" __global__ void layer_norm_forward_bf16(bf16* y, const bf16* x, const bf16* w, const bf16* b, i64 rows,
-                                                   int cols, float eps) {
-    layer_norm_forward(y, x, w, b, rows, cols, eps);
-}
-
-extern "C" __global__ void layer_norm_forward_f16(f16* y, const f16* x, const f16* w, const f16* b, i64 rows,
-                                                  int cols, float eps) {
-    layer_norm_forward(y, x, w, b, rows, cols, eps);
-}
-
-extern "C" __global__ void layer_norm_backward_f32(float* dx, float* dw, float* db, const float* x, const float* w,
-                                                   const float* dy, const float* residual, i64 rows, int cols,
-                                                   float eps) {
-    layer_norm_backward(dx, dw, db, x, w, dy, residual, rows, cols, eps);
-}
-
-extern "C" __global__ void layer_norm_backward_bf16(bf16* dx, float* dw, float* db, const bf16* x, const bf16* w,
-                                                    const bf16* dy, const bf16* residual, i64 rows, int cols,
-                                                    float eps) {
-    layer_norm_backward(dx, dw, db, x, w, dy, residual, rows, cols, eps);
-}
-
-extern "C" __global__ void layer_norm_backward_f16(f16* dx, float* dw, float* db, const f16* x, const f16* w,
-                                                   const f16* dy, const f16* residual, i64 rows, int cols,
-                                                   float eps) {
-    layer_norm_backward(dx, dw, db, x, w, dy, residual, rows, cols, eps);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void layer_norm_backward##SUFFIX(                                                           \
+        T* dx, float* dw, float* db, const T* x, const T* w, const T* dy, const T* residual, i64 rows, int cols,      \
+        float eps) {                                                                                                  \
+        layer_norm_backward(dx, dw, db, x, w, dy, residual, rows, cols, eps);                                         \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL

@@ -121,29 +121,19 @@ __device__ void quantize(u8* packed, const T* src, i64 a, i64 b, i64 len) {
     });
 }
 
-extern "C" __global__ void quantize_int8_f32(u8* packed, const float* src, i64 a, i64 b, i64 len) {
-    quantize<Int8>(packed, src, a, b, len);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void quantize_int8##SUFFIX(u8* packed, const T* src, i64 a, i64 b, i64 len) {               \
+        quantize<Int8>(packed, src, a, b, len);                                                                       \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
-extern "C" __global__ void quantize_int8_bf16(u8* packed, const bf16* src, i64 a, i64 b, i64 len) {
-    quantize<Int8>(packed, src, a, b, len);
-}
-
-extern "C" __global__ void quantize_int8_f16(u8* packed, const f16* src, i64 a, i64 b, i64 len) {
-    quantize<Int8>(packed, src, a, b, len);
-}
-
-extern "C" __global__ void quantize_int4_f32(u8* packed, const float* src, i64 a, i64 b, i64 len) {
-    quantize<Int4>(packed, src, a, b, len);
-}
-
-extern "C" __global__ void quantize_int4_bf16(u8* packed, const bf16* src, i64 a, i64 b, i64 len) {
-    quantize<Int4>(packed, src, a, b, len);
-}
-
-extern "C" __global__ void quantize_int4_f16(u8* packed, const f16* src, i64 a, i64 b, i64 len) {
-    quantize<Int4>(packed, src, a, b, len);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void quantize_int4##SUFFIX(u8* packed, const T* src, i64 a, i64 b, i64 len) {               \
+        quantize<Int4>(packed, src, a, b, len);                                                                       \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
 // At any address.
 __device__ inline float scale_at(const u8* bytes) {
@@ -194,26 +184,18 @@ __device__ void dequantize(T* dst, const u8* packed, i64 rows, i64 num_summed, i
     });
 }
 
-extern "C" __global__ void dequantize_int8_f32(float* dst, const u8* packed, i64 rows, i64 num_summed, i64 len, int add) {
-    dequantize<Int8>(dst, packed, rows, num_summed, len, add);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void dequantize_int8##SUFFIX(                                                               \
+        T* dst, const u8* packed, i64 rows, i64 num_summed, i64 len, int add) {                                       \
+        dequantize<Int8>(dst, packed, rows, num_summed, len, add);                                                    \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
-extern "C" __global__ void dequantize_int8_bf16(bf16* dst, const u8* packed, i64 rows, i64 num_summed, i64 len, int add) {
-    dequantize<Int8>(dst, packed, rows, num_summed, len, add);
-}
-
-extern "C" __global__ void dequantize_int8_f16(f16* dst, const u8* packed, i64 rows, i64 num_summed, i64 len, int add) {
-    dequantize<Int8>(dst, packed, rows, num_summed, len, add);
-}
-
-extern "C" __global__ void dequantize_int4_f32(float* dst, const u8* packed, i64 rows, i64 num_summed, i64 len, int add) {
-    dequantize<Int4>(dst, packed, rows, num_summed, len, add);
-}
-
-extern "C" __global__ void dequantize_int4_bf16(bf16* dst, const u8* packed, i64 rows, i64 num_summed, i64 len, int add) {
-    dequantize<Int4>(dst, packed, rows, num_summed, len, add);
-}
-
-extern "C" __global__ void dequantize_int4_f16(f16* dst, const u8* packed, i64 rows, i64 num_summed, i64 len, int add) {
-    dequantize<Int4>(dst, packed, rows, num_summed, len, add);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void dequantize_int4##SUFFIX(                                                               \
+        T* dst, const u8* packed, i64 rows, i64 num_summed, i64 len, int add) {                                       \
+        dequantize<Int4>(dst, packed, rows, num_summed, len, add);                                                    \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL

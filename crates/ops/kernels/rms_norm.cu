@@ -97,32 +97,19 @@ __device__ void rms_norm_backward(T* dx, float* partials, const T* x, const T* w
     }
 }
 
-extern "C" __global__ void rms_norm_forward_f32(float* y, const float* x, const float* w, i64 rows, int cols, float eps) {
-    rms_norm_forward(y, x, w, rows, cols, eps);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void rms_norm_forward##SUFFIX(                                                              \
+        T* y, const T* x, const T* w, i64 rows, int cols, float eps) {                                                \
+        rms_norm_forward(y, x, w, rows, cols, eps);                                                                   \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
-extern "C" __global__ void rms_norm_forward_bf16(bf16* y, const bf16* x, const bf16* w, i64 rows, int cols, float eps) {
-    rms_norm_forward(y, x, w, rows, cols, eps);
-}
-
-extern "C" __global__ void rms_norm_forward_f16(f16* y, const f16* x, const f16* w, i64 rows, int cols, float eps) {
-    rms_norm_forward(y, x, w, rows, cols, eps);
-}
-
-extern "C" __global__ void rms_norm_backward_f32(float* dx, float* partials, const float* x, const float* w,
-                                                 const float* dy, const float* residual, i64 rows, int cols,
-                                                 float eps) {
-    rms_norm_backward(dx, partials, x, w, dy, residual, rows, cols, eps);
-}
-
-extern "C" __global__ void rms_norm_backward_bf16(bf16* dx, float* partials, const bf16* x, const bf16* w,
-                                                  const bf16* dy, const bf16* residual, i64 rows, int cols,
-                                                  float eps) {
-    rms_norm_backward(dx, partials, x, w, dy, residual, rows, cols, eps);
-}
-
-extern "C" __global__ void rms_norm_backward_f16(f16* dx, float* partials, const f16* x, const f16* w,
-                                                 const f16* dy, const f16* residual, i64 rows, int cols,
-                                                 float eps) {
-    rms_norm_backward(dx, partials, x, w, dy, residual, rows, cols, eps);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void rms_norm_backward##SUFFIX(                                                             \
+        T* dx, float* partials, const T* x, const T* w, const T* dy, const T* residual, i64 rows, int cols,           \
+        float eps) {                                                                                                  \
+        rms_norm_backward(dx, partials, x, w, dy, residual, rows, cols, eps);                                         \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL

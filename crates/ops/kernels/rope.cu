@@ -30,17 +30,10 @@ __device__ void rope(T* x, const float* cos, const float* sin, i64 rows, int t, 
     });
 }
 
-extern "C" __global__ void rope_f32(float* x, const float* cos, const float* sin, i64 rows, int t, int heads, int half,
-                                    float sign) {
-    rope(x, cos, sin, rows, t, heads, half, sign);
-}
-
-extern "C" __global__ void rope_bf16(bf16* x, const float* cos, const float* sin, i64 rows, int t, int heads, int half,
-                                     float sign) {
-    rope(x, cos, sin, rows, t, heads, half, sign);
-}
-
-extern "C" __global__ void rope_f16(f16* x, const float* cos, const float* sin, i64 rows, int t, int heads, int half,
-                                    float sign) {
-    rope(x, cos, sin, rows, t, heads, half, sign);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void rope##SUFFIX(                                                                          \
+        T* x, const float* cos, const float* sin, i64 rows, int t, int heads, int half, float sign) {                 \
+        rope(x, cos, sin, rows, t, heads, half, sign);                                                                \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL

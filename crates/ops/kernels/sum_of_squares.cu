@@ -21,17 +21,12 @@ __device__ void sum_of_squares(double* partials, const T* src, i64 len) {
     }
 }
 
-extern "C" __global__ void sum_of_squares_f32(double* partials, const float* src, i64 len) {
-    sum_of_squares(partials, src, len);
-}
-
-extern "C" __global__ void sum_of_squares_bf16(double* partials, const bf16* src, i64 len) {
-    sum_of_squares(partials, src, len);
-}
-
-extern "C" __global__ void sum_of_squares_f16(double* partials, const f16* src, i64 len) {
-    sum_of_squares(partials, src, len);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void sum_of_squares##SUFFIX(double* partials, const T* src, i64 len) {                      \
+        sum_of_squares(partials, src, len);                                                                           \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
 // *dst = the sum of the partials, added to what is there if `add`. One block.
 extern "C" __global__ void sum_partials_f64(double* dst, const double* partials, int num_partials, int add) {

@@ -42,29 +42,17 @@ __device__ void swiglu_backward(T* dgate, T* dup, const T* gate, const T* up, co
     });
 }
 
-extern "C" __global__ void swiglu_forward_f32(float* y, const float* gate, const float* up, i64 len) {
-    swiglu_forward(y, gate, up, len);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void swiglu_forward##SUFFIX(T* y, const T* gate, const T* up, i64 len) {                    \
+        swiglu_forward(y, gate, up, len);                                                                             \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
 
-extern "C" __global__ void swiglu_forward_bf16(bf16* y, const bf16* gate, const bf16* up, i64 len) {
-    swiglu_forward(y, gate, up, len);
-}
-
-extern "C" __global__ void swiglu_forward_f16(f16* y, const f16* gate, const f16* up, i64 len) {
-    swiglu_forward(y, gate, up, len);
-}
-
-extern "C" __global__ void swiglu_backward_f32(float* dgate, float* dup, const float* gate, const float* up,
-                                               const float* dy, i64 len) {
-    swiglu_backward(dgate, dup, gate, up, dy, len);
-}
-
-extern "C" __global__ void swiglu_backward_bf16(bf16* dgate, bf16* dup, const bf16* gate, const bf16* up,
-                                                const bf16* dy, i64 len) {
-    swiglu_backward(dgate, dup, gate, up, dy, len);
-}
-
-extern "C" __global__ void swiglu_backward_f16(f16* dgate, f16* dup, const f16* gate, const f16* up,
-                                               const f16* dy, i64 len) {
-    swiglu_backward(dgate, dup, gate, up, dy, len);
-}
+#define KERNEL(SUFFIX, T)                                                                                             \
+    extern "C" __global__ void swiglu_backward##SUFFIX(                                                               \
+        T* dgate, T* dup, const T* gate, const T* up, const T* dy, i64 len) {                                         \
+        swiglu_backward(dgate, dup, gate, up, dy, len);                                                               \
+    }
+FOR_EACH_TYPE(KERNEL)
+#undef KERNEL
