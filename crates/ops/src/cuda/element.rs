@@ -5,23 +5,12 @@ use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use half::{bf16, f16};
 
-/// A type that kernels have an instance for.
-pub(crate) trait Element: CudaDType + DeviceRepr + WithDType {
-    /// End of the instance's name.
-    const SUFFIX: &'static str;
-}
+/// A type that kernels have an instance for, whose name ends as that of the type.
+pub(crate) trait Element: CudaDType + DeviceRepr + WithDType {}
 
-impl Element for f32 {
-    const SUFFIX: &'static str = "_f32";
-}
-
-impl Element for bf16 {
-    const SUFFIX: &'static str = "_bf16";
-}
-
-impl Element for f16 {
-    const SUFFIX: &'static str = "_f16";
-}
+impl Element for f32 {}
+impl Element for bf16 {}
+impl Element for f16 {}
 
 /// Evaluates an expression with `$t` being the type of `$tensor`'s values, f32, bf16 or f16.
 macro_rules! by_dtype {

@@ -2,13 +2,12 @@
 
 #![allow(unsafe_code)]
 
-use super::element::Element;
 use super::launch::Launch;
 use super::pointer::{In, Out};
 use super::values::{Fresh, GpuValues, address};
 use candle_core::backend::BackendDevice;
-use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
+use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, LaunchConfig};
 use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, Device, InplaceOp1, Layout, Result, Tensor, WithDType,
@@ -75,7 +74,7 @@ impl Gpu {
         self.grid([blocks, 1, 1], block, shared_bytes)
     }
 
-    /// A grid in three dimensions.
+    /// A grid in three dimensions, of blocks of `block` threads with `shared_bytes` of shared memory each.
     pub(crate) fn grid(&self, grid: [usize; 3], block: u32, shared_bytes: usize) -> Result<Launch> {
         let [x, y, z] = grid;
         if y > MAX_BLOCKS_Y || z > MAX_BLOCKS_Y {
@@ -84,14 +83,14 @@ impl Gpu {
                 self.op
             )
         }
-        let (x, shared_bytes) = (self.u32(x)?, self.u32(shared_bytes)?);
-        let grid = (x, y as u32, z as u32);
-        Ok(Launch::new(
-            self.device.cuda_stream(),
-            grid,
-            block,
-            shared_bytes,
-        ))
+        Ok(Launch {
+            stream: self.device.cuda_stream(),
+            config: LaunchConfig {
+                grid_dim: (self.u32(x)?, y as u32, z as u32),
+                block_dim: (block, 1, 1),
+                shared_mem_bytes: self.u32(shared_bytes)?,
+            },
+        })
     }
 
     /// A launch over `len` values, 8 for each thread.
@@ -105,22 +104,7 @@ impl Gpu {
     }
 
     /// Memory for `len` values, not yet written.
-    pub(crate) fn alloc<T: Element>(&self, len: usize) -> Result<Fresh<T>> {
-        Fresh::new(&self.device, len)
-    }
-
-    /// Memory for `len` ids or positions, not yet written.
-    pub(crate) fn alloc_u32(&self, len: usize) -> Result<Fresh<u32>> {
-        Fresh::new(&self.device, len)
-    }
-
-    /// Memory for `len` bytes, not yet written.
-    pub(crate) fn alloc_u8(&self, len: usize) -> Result<Fresh<u8>> {
-        Fresh::new(&self.device, len)
-    }
-
-    /// Memory for `len` sums, not yet written.
-    pub(crate) fn alloc_f64(&self, len: usize) -> Result<Fresh<f64>> {
+    pub(crate) fn alloc<T: CudaDType + DeviceRepr>(&self, len: usize) -> Result<Fresh<T>> {
         Fresh::new(&self.device, len)
     }
 

@@ -23,26 +23,11 @@ const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 /// Where and how wide a kernel runs. The numbers come from shapes alone, never from the GPU at hand, so that results do not
 /// depend on it.
 pub(crate) struct Launch {
-    stream: Arc<CudaStream>,
-    config: LaunchConfig,
+    pub(super) stream: Arc<CudaStream>,
+    pub(super) config: LaunchConfig,
 }
 
 impl Launch {
-    /// `grid` blocks of `block` threads with `shared_bytes` of shared memory each.
-    pub(crate) fn new(
-        stream: Arc<CudaStream>,
-        grid: (u32, u32, u32),
-        block: u32,
-        shared_bytes: u32,
-    ) -> Self {
-        let config = LaunchConfig {
-            grid_dim: grid,
-            block_dim: (block, 1, 1),
-            shared_mem_bytes: shared_bytes,
-        };
-        Self { stream, config }
-    }
-
     fn function(&self, kernel: &str) -> Result<CudaFunction> {
         let function = loaded(self.stream.context(), kernel)?;
         if self.config.shared_mem_bytes > DEFAULT_SHARED_BYTES {
@@ -65,8 +50,7 @@ macro_rules! launchers {
             /// be what `kernels/README.md` asks for.
             #[allow(clippy::too_many_arguments, reason = "the kernel's, in its order: a struct for each would say them once more")]
             pub(crate) unsafe fn $name $(<$t: Element>)? (launch: &Launch, $($argument: $type),*) -> Result<()> {
-                let suffix: &[&str] = &[$($t::SUFFIX)?];
-                let function = launch.function(&[stringify!($name), &suffix.concat()].concat())?;
+                let function = launch.function(&[stringify!($name) $(, "_", $t::DTYPE.as_str())?].concat())?;
                 $(let $argument = Argument::raw(&$argument);)*
                 let mut arguments = launch.stream.launch_builder(&function);
                 $(arguments.arg(&$argument);)*

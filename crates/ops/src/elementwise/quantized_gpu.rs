@@ -23,7 +23,7 @@ pub(crate) fn quantize_rows(
 ) -> Result<Tensor> {
     let (gpu, rows) = (Gpu::of(op, xs)?, a * b);
     let xs = detached(xs)?;
-    let packed = gpu.alloc_u8(rows * to.row_bytes(len))?;
+    let packed = gpu.alloc::<u8>(rows * to.row_bytes(len))?;
     by_dtype!(gpu.op(), "xs", xs, T => if rows * len > 0 {
         let src = gpu.read::<T>("xs", &xs)?;
         let (grid, [a, b, len]) = (grid(&gpu, rows, len)?, [a, b, len].map(|len| len as i64));

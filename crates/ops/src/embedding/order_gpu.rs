@@ -32,7 +32,7 @@ impl Order {
         num_rows: u32,
     ) -> Result<Self> {
         let num_tiles = num_ids.div_ceil(TILE);
-        let counts = gpu.alloc_u32(TILE * num_tiles)?;
+        let counts = gpu.alloc::<u32>(TILE * num_tiles)?;
         let mut order = Self::unsorted(gpu, num_ids)?;
         let mut next = Self::unsorted(gpu, num_ids)?;
         let (count, num_counts) = (gpu.u32(num_ids)?, gpu.u32(TILE * num_tiles)?);
@@ -70,8 +70,8 @@ impl Order {
 
     fn unsorted(gpu: &Gpu, num_ids: usize) -> Result<Self> {
         Ok(Self {
-            rows: gpu.alloc_u32(num_ids)?,
-            positions: gpu.alloc_u32(num_ids)?,
+            rows: gpu.alloc::<u32>(num_ids)?,
+            positions: gpu.alloc::<u32>(num_ids)?,
         })
     }
 }

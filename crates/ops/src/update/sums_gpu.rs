@@ -28,7 +28,7 @@ pub(crate) fn sum_into(dst: &Tensor, add: bool, xs: &Tensor) -> Result<()> {
 pub(crate) fn sum_of_squares(src: &Tensor) -> Result<Tensor> {
     let gpu = Gpu::of("sum_of_squares", src)?;
     let src = detached(src)?;
-    let dst = gpu.alloc_f64(1)?;
+    let dst = gpu.alloc::<f64>(1)?;
     by_dtype!(gpu.op(), "xs", src, T => launch_sum::<T>(&gpu, dst.out(), false, &src))?;
     Ok(dst.into_tensor(()))
 }
@@ -49,7 +49,7 @@ fn launch_sum<T: Element>(gpu: &Gpu, dst: Out<f64>, add: bool, src: &Tensor) -> 
     let len = src.elem_count();
     let num_partials = len.div_ceil(2048).clamp(1, MAX_PARTIALS);
     let src = gpu.read::<T>("xs", src)?;
-    let partials = gpu.alloc_f64(num_partials)?;
+    let partials = gpu.alloc::<f64>(num_partials)?;
     let sums = partials.out();
     let blocks = gpu.blocks(num_partials, BLOCK, 256)?;
     let (last, count) = (gpu.blocks(1, BLOCK, 256)?, gpu.i32(num_partials)?);
