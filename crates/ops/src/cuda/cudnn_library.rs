@@ -2,20 +2,13 @@
 
 #![allow(unsafe_code)]
 
+use super::library;
 use candle_core::{Error, Result, bail};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
 /// `cudnnHandle_t` or `cudnnBackendDescriptor_t`.
 pub(crate) type Opaque = *mut c_void;
-
-const RTLD_NOW: c_int = 2;
-
-unsafe extern "C" {
-    fn dlopen(file: *const c_char, flags: c_int) -> *mut c_void;
-    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
-    fn dlerror() -> *const c_char;
-}
 
 macro_rules! library {
     ($($field:ident = $name:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
@@ -26,27 +19,16 @@ macro_rules! library {
 
         impl Library {
             fn open() -> std::result::Result<Self, String> {
-                // SAFETY: the name ends in a zero byte; the library may be loaded at any time, and stays loaded.
-                let library = unsafe { dlopen(c"libcudnn.so.9".as_ptr(), RTLD_NOW) };
-                if library.is_null() {
-                    // SAFETY: null or a text of this thread that lives until its next call of these functions.
-                    let reason = unsafe {
-                        let text = dlerror();
-                        (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
-                    };
-                    return Err(reason.unwrap_or_else(|| "libcudnn.so.9 could not be loaded".into()));
-                }
+                let library = library::open(c"libcudnn.so.9");
+                let no_reason = || "libcudnn.so.9 could not be loaded".into();
+                let library = library.map_err(|reason| reason.unwrap_or_else(no_reason))?;
                 let opened = Self {
-                    $($field: {
-                        // SAFETY: the library is open, the name ends in a zero byte.
-                        let function = unsafe { dlsym(library, concat!($name, "\0").as_ptr().cast()) };
-                        if function.is_null() {
-                            return Err(concat!("libcudnn.so.9 has no function ", $name).into());
-                        }
+                    $($field: match library::address_of(library, $name) {
                         // SAFETY: the function of this name has this type in every cuDNN 9.
-                        unsafe {
+                        Some(function) => unsafe {
                             std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) $(-> $result)?>(function)
-                        }
+                        },
+                        None => return Err(format!("libcudnn.so.9 has no function {}", $name.to_string_lossy())),
                     },)*
                 };
                 // SAFETY: the function may be called at any time.
@@ -60,17 +42,17 @@ macro_rules! library {
 }
 
 library! {
-    version = "cudnnGetVersion": fn() -> usize;
-    create = "cudnnCreate": fn(*mut Opaque) -> c_int;
-    set_stream = "cudnnSetStream": fn(Opaque, Opaque) -> c_int;
-    error_name = "cudnnGetErrorString": fn(c_int) -> *const c_char;
-    last_error = "cudnnGetLastErrorString": fn(*mut c_char, usize);
-    create_descriptor = "cudnnBackendCreateDescriptor": fn(c_int, *mut Opaque) -> c_int;
-    destroy_descriptor = "cudnnBackendDestroyDescriptor": fn(Opaque) -> c_int;
-    finalize = "cudnnBackendFinalize": fn(Opaque) -> c_int;
-    set_attribute = "cudnnBackendSetAttribute": fn(Opaque, c_int, c_int, i64, *const c_void) -> c_int;
-    get_attribute = "cudnnBackendGetAttribute": fn(Opaque, c_int, c_int, i64, *mut i64, *mut c_void) -> c_int;
-    execute = "cudnnBackendExecute": fn(Opaque, Opaque, Opaque) -> c_int;
+    version = c"cudnnGetVersion": fn() -> usize;
+    create = c"cudnnCreate": fn(*mut Opaque) -> c_int;
+    set_stream = c"cudnnSetStream": fn(Opaque, Opaque) -> c_int;
+    error_name = c"cudnnGetErrorString": fn(c_int) -> *const c_char;
+    last_error = c"cudnnGetLastErrorString": fn(*mut c_char, usize);
+    create_descriptor = c"cudnnBackendCreateDescriptor": fn(c_int, *mut Opaque) -> c_int;
+    destroy_descriptor = c"cudnnBackendDestroyDescriptor": fn(Opaque) -> c_int;
+    finalize = c"cudnnBackendFinalize": fn(Opaque) -> c_int;
+    set_attribute = c"cudnnBackendSetAttribute": fn(Opaque, c_int, c_int, i64, *const c_void) -> c_int;
+    get_attribute = c"cudnnBackendGetAttribute": fn(Opaque, c_int, c_int, i64, *mut i64, *mut c_void) -> c_int;
+    execute = c"cudnnBackendExecute": fn(Opaque, Opaque, Opaque) -> c_int;
 }
 
 /// The oldest that is used, as it gives its version.

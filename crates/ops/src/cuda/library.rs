@@ -36,6 +36,28 @@ unsafe extern "C" {
     fn dlerror() -> *const c_char;
 }
 
+/// The library of this file, which stays loaded; else why it cannot be loaded, if the loader says it. NVIDIA's libraries may be
+/// loaded at any time.
+pub(super) fn open(file: &CStr) -> Result<*mut c_void, Option<String>> {
+    // SAFETY: the name ends in a zero byte. `dlerror` is null or a text of this thread that lives until its next call of these
+    // functions.
+    unsafe {
+        let library = dlopen(file.as_ptr(), RTLD_NOW);
+        if !library.is_null() {
+            return Ok(library);
+        }
+        let text = dlerror();
+        Err((!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned()))
+    }
+}
+
+/// The address of a function of an open library, if it has one.
+pub(super) fn address_of(library: *mut c_void, name: &CStr) -> Option<*mut c_void> {
+    // SAFETY: the library is open, the name ends in a zero byte.
+    let address = unsafe { dlsym(library, name.as_ptr()) };
+    (!address.is_null()).then_some(address)
+}
+
 /// The first library that is neither loaded nor can be, as a sentence with a hint.
 pub(crate) fn missing_library() -> Option<String> {
     LIBRARIES
@@ -44,19 +66,11 @@ pub(crate) fn missing_library() -> Option<String> {
 }
 
 fn missing(function: &CStr, file: &CStr, origin: &str) -> Option<String> {
-    // SAFETY: both names end in a zero byte. NVIDIA's libraries may be loaded at any time; one that is stays loaded.
-    // `dlerror` is null or a text of this thread that lives until its next call of these functions.
-    let reason = unsafe {
-        if !dlsym(RTLD_DEFAULT, function.as_ptr()).is_null()
-            || !dlopen(file.as_ptr(), RTLD_NOW).is_null()
-        {
-            return None;
-        }
-        let text = dlerror();
-        (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
-    };
+    if address_of(RTLD_DEFAULT, function).is_some() {
+        return None;
+    }
+    let reason = open(file).err()?.unwrap_or_default();
     let file = file.to_string_lossy();
-    let reason = reason.unwrap_or_default();
     let reason = reason.trim_start_matches(&*file);
     Some(format!(
         "{file} could not be loaded{reason}\nhint: {origin}"
