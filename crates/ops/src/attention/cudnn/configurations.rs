@@ -1,7 +1,7 @@
 //! The configurations of kernels that cuDNN suggests for a pass, best first.
 
 use super::descriptor::{Descriptor, Value};
-use super::graph::{FinishedGraph, Graph};
+use super::graph::Graph;
 use super::plan::Plan;
 use super::sizes::{Direction, Sizes};
 use super::{backward, forward};
@@ -26,7 +26,11 @@ const MODES: [i32; 2] = [3, 2];
 pub(super) struct Configurations {
     library: &'static Library,
     target: Target,
-    graph: FinishedGraph,
+    graph: Descriptor,
+    /// What the graph refers to.
+    _parts: Vec<Descriptor>,
+    /// What a call of it must bring along.
+    arguments: Vec<i64>,
     found: Vec<Descriptor>,
     /// Modes that were asked.
     num_asked: usize,
@@ -51,6 +55,8 @@ impl Configurations {
             library,
             target,
             graph: graph.finish(&of_graph)?,
+            _parts: graph.descriptors,
+            arguments: graph.arguments,
             found: Vec::new(),
             num_asked: 0,
         })
@@ -82,7 +88,7 @@ impl Configurations {
             Target::Properties(_) => (),
         }
         let plan = Descriptor::of(self.library, 5, &attributes)?;
-        Plan::new(self.library, plan, self.graph.arguments.clone()).map(Some)
+        Plan::new(self.library, plan, self.arguments.clone()).map(Some)
     }
 
     /// Asks one mode after the other until the configuration of this number is found.
@@ -104,8 +110,7 @@ impl Configurations {
     }
 
     fn suggested(&self, mode: i32) -> Result<Vec<Descriptor>> {
-        let graph = self.graph.descriptors.last().map(Descriptor::raw);
-        let graph: Vec<Opaque> = graph.into_iter().collect();
+        let graph = [self.graph.raw()];
         let mut attributes = vec![(200, Value::HeuristicMode(mode))];
         #[cfg(test)]
         let properties;

@@ -130,21 +130,13 @@ fn with_offsets(offsets: &Option<Opaque>) -> Option<(c_int, Value<'_>)> {
 pub(super) struct Graph {
     library: &'static Library,
     /// All of them, alive as long as others refer to them.
-    descriptors: Vec<Descriptor>,
+    pub(super) descriptors: Vec<Descriptor>,
     operations: Vec<Opaque>,
     num_virtual: i64,
-    /// What a call must bring along: tensors in memory and numbers, by their numbers.
-    arguments: Vec<i64>,
+    /// What a call must bring along, and nothing else: tensors in memory and numbers, by their numbers.
+    pub(super) arguments: Vec<i64>,
     sizes: Sizes,
     documents: Option<Documents>,
-}
-
-/// A graph that is complete.
-pub(super) struct FinishedGraph {
-    /// The last is the graph itself, which refers to the others.
-    pub(super) descriptors: Vec<Descriptor>,
-    /// What a call must bring along, and nothing else.
-    pub(super) arguments: Vec<i64>,
 }
 
 impl Graph {
@@ -503,15 +495,10 @@ impl Graph {
         Ok(raw)
     }
 
-    /// The finished graph, with `more` attributes.
-    pub(super) fn finish(mut self, more: &[(c_int, Value<'_>)]) -> Result<FinishedGraph> {
-        let operations = std::mem::take(&mut self.operations);
-        let mut attributes = vec![(801, Value::Descriptors(&operations))];
+    /// The finished graph, with `more` attributes; it refers to the descriptors.
+    pub(super) fn finish(&self, more: &[(c_int, Value<'_>)]) -> Result<Descriptor> {
+        let mut attributes = vec![(801, Value::Descriptors(&self.operations))];
         attributes.extend_from_slice(more);
-        self.keep(15, &attributes)?;
-        Ok(FinishedGraph {
-            descriptors: self.descriptors,
-            arguments: self.arguments,
-        })
+        Descriptor::of(self.library, 15, &attributes)
     }
 }
