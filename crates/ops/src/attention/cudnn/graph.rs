@@ -120,12 +120,6 @@ pub(super) fn by_column([_, heads, rows, columns]: [i64; 4]) -> [i64; 4] {
     [heads * rows * columns, rows * columns, 1, rows]
 }
 
-/// Where the values of each document begin, as an attribute of a tensor.
-fn with_offsets(offsets: &Option<Opaque>) -> Option<(c_int, Value<'_>)> {
-    let raw = offsets.as_ref()?;
-    Some((913, Value::Descriptors(std::slice::from_ref(raw))))
-}
-
 /// The graph so far.
 pub(super) struct Graph {
     library: &'static Library,
@@ -155,7 +149,7 @@ impl Graph {
             let lens = [(Q_LENS, INT32, b), (K_LENS, INT32, b)];
             let offsets = [Q_OFFSETS, K_OFFSETS, ROW_OFFSETS].map(|number| (number, INT64, b + 1));
             let mut column =
-                |(number, kind, len)| graph.tensor(number, kind, [len, 1, 1, 1], [1; 4], &[]);
+                |(number, kind, len)| graph.tensor(number, kind, [len, 1, 1, 1], [1; 4], None);
             let [q_lens, k_lens] = lens.map(&mut column);
             let [q_offsets, k_offsets, row_offsets] = offsets.map(column);
             graph.documents = Some(Documents {
@@ -181,7 +175,7 @@ impl Graph {
     pub(super) fn of_queries(&mut self, number: i64) -> Result<Node> {
         let (dims, strides) = (self.query_dims(), self.by_token(self.query_dims()));
         let offsets = self.offsets(|documents| documents.q_offsets);
-        self.in_memory(number, self.narrow(), dims, strides, offsets)
+        self.tensor(number, self.narrow(), dims, strides, offsets)
     }
 
     /// A tensor of the call's with heads of keys and values, `(b, keys, kv_heads, d)` in memory.
@@ -189,7 +183,7 @@ impl Graph {
         let dims = self.key_dims(self.sizes.kv_heads);
         let strides = self.by_token(dims);
         let offsets = self.offsets(|documents| documents.k_offsets);
-        self.in_memory(number, self.narrow(), dims, strides, offsets)
+        self.tensor(number, self.narrow(), dims, strides, offsets)
     }
 
     /// The same memory with rows as columns.
@@ -198,7 +192,7 @@ impl Graph {
         let [all, head, row, column] = self.by_token([b, heads, keys, d]);
         let (dims, strides) = ([b, heads, d, keys], [all, head, column, row]);
         let offsets = self.offsets(|documents| documents.k_offsets);
-        self.in_memory(number, self.narrow(), dims, strides, offsets)
+        self.tensor(number, self.narrow(), dims, strides, offsets)
     }
 
     /// A number for each row of scores, f32: `(b, heads, t)` in memory, or by token `(tokens, heads)`.
@@ -206,8 +200,8 @@ impl Graph {
         let dims = self.row_dims();
         let [_, heads, rows, _] = dims;
         match self.by_token_at(|documents| documents.row_offsets) {
-            None => self.in_memory(number, FLOAT, dims, packed(dims), None),
-            offsets => self.in_memory(number, FLOAT, dims, [heads * rows, 1, heads, 1], offsets),
+            None => self.tensor(number, FLOAT, dims, packed(dims), None),
+            offsets => self.tensor(number, FLOAT, dims, [heads * rows, 1, heads, 1], offsets),
         }
     }
 
@@ -215,8 +209,8 @@ impl Graph {
     pub(super) fn of_sums(&mut self, number: i64) -> Result<Node> {
         let dims = self.query_dims();
         match self.by_token_at(|documents| documents.q_offsets) {
-            None => self.in_memory(number, FLOAT, dims, packed(dims), None),
-            offsets => self.in_memory(number, FLOAT, dims, self.by_token(dims), offsets),
+            None => self.tensor(number, FLOAT, dims, packed(dims), None),
+            offsets => self.tensor(number, FLOAT, dims, self.by_token(dims), offsets),
         }
     }
 
@@ -227,7 +221,7 @@ impl Graph {
         let (kind, dims) = (self.narrow(), self.key_dims(self.sizes.heads));
         match self.by_token_at(|documents| documents.k_offsets) {
             None => self.between(kind, dims),
-            offsets => self.in_memory(number, kind, dims, self.by_token(dims), offsets),
+            offsets => self.tensor(number, kind, dims, self.by_token(dims), offsets),
         }
     }
 
@@ -248,8 +242,7 @@ impl Graph {
 
     /// A number that the call brings along.
     pub(super) fn number(&mut self, number: i64) -> Result<Node> {
-        let by_value = (908, Value::Bool(true));
-        self.tensor(number, FLOAT, [1; 4], [1; 4], &[by_value])
+        self.tensor(number, FLOAT, [1; 4], [1; 4], None)
     }
 
     /// Keys that were taken with rows as columns, as rows again.
@@ -299,31 +292,17 @@ impl Graph {
     ) -> Result<Node> {
         let number = FIRST_VIRTUAL + self.num_virtual;
         self.num_virtual += 1;
-        let mut attributes = vec![(907, Value::Bool(true))];
-        attributes.extend(with_offsets(&offsets));
-        self.tensor(number, kind, dims, strides, &attributes)
+        self.tensor(number, kind, dims, strides, offsets)
     }
 
-    /// A tensor of the call's.
-    fn in_memory(
-        &mut self,
-        number: i64,
-        kind: c_int,
-        dims: [i64; 4],
-        strides: [i64; 4],
-        offsets: Option<Opaque>,
-    ) -> Result<Node> {
-        let attributes: Vec<_> = with_offsets(&offsets).into_iter().collect();
-        self.tensor(number, kind, dims, strides, &attributes)
-    }
-
+    /// A tensor, with where the values of each document begin.
     fn tensor(
         &mut self,
         number: i64,
         kind: c_int,
         dims: [i64; 4],
         strides: [i64; 4],
-        more: &[(c_int, Value<'_>)],
+        offsets: Option<Opaque>,
     ) -> Result<Node> {
         let alignment = alignment(number) as i64;
         let mut attributes = vec![
@@ -333,7 +312,14 @@ impl Graph {
             (906, Value::Ints(std::slice::from_ref(&number))),
             (900, Value::Ints(std::slice::from_ref(&alignment))),
         ];
-        attributes.extend_from_slice(more);
+        match number {
+            SCALE | ONE | UNSEEN | WINDOW => attributes.push((908, Value::Bool(true))),
+            FIRST_VIRTUAL.. => attributes.push((907, Value::Bool(true))),
+            _ => (),
+        }
+        if let Some(raw) = &offsets {
+            attributes.push((913, Value::Descriptors(std::slice::from_ref(raw))));
+        }
         let raw = self.keep(17, &attributes)?;
         if number < FIRST_VIRTUAL && !self.arguments.contains(&number) {
             self.arguments.push(number);
