@@ -9,24 +9,28 @@ use crate::cuda::launch;
 use crate::cuda::pointer::Out;
 use crate::cuda::values::Fresh;
 use crate::host::values::detached;
-use candle_core::{DType, Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor};
 
-/// `dst`, f32, `= src` or, if `add`, `+= src`, f32, bf16 or f16.
+/// `dst`, f32, `= src` or, if `add`, `+= src`, f32, bf16 or f16, of as many values.
 pub(crate) fn add_into(dst: &Tensor, add: bool, src: &Tensor) -> Result<()> {
     let gpu = Gpu::of("add_into", dst)?;
-    same_len(&gpu, dst, src)?;
-    let src = detached(src)?;
-    match (add, src.dtype()) {
-        (true, _) => by_dtype!(gpu.op(), "values", src, T => add_as::<T>(&gpu, dst, &src)),
-        (false, DType::F32) => copy(&gpu, dst, &src),
-        (false, _) => by_dtype!(gpu.op(), "values", src, T => widen::<T>(&gpu, dst, &src)),
-    }
+    let (len, src) = (src.elem_count(), detached(src)?);
+    by_dtype!(gpu.op(), "values", src, T => {
+        let values = gpu.read::<T>("values", &src)?;
+        // SAFETY: both have len values.
+        gpu.write::<f32>("dst", dst, |dst| unsafe {
+            match (add, src.dtype()) {
+                (true, _) => launch::add_into(&gpu.elements(len)?, dst, values.get::<T>(), len as i64),
+                (false, DType::F32) => gpu.copy(dst, values.get(), len),
+                (false, _) => launch::widen(&gpu.elements(len)?, dst, values.get::<T>(), len as i64),
+            }
+        })
+    })
 }
 
-/// `dst`, bf16 or f16, `= src`, f32, rounded to the nearest, ties to even.
+/// `dst`, bf16 or f16, `= src`, f32, of as many values, rounded to the nearest, ties to even.
 pub(crate) fn round_into(dst: &Tensor, src: &Tensor) -> Result<()> {
     let gpu = Gpu::of("round_into", dst)?;
-    same_len(&gpu, dst, src)?;
     let (len, src) = (src.elem_count(), detached(src)?);
     let src = gpu.read::<f32>("values", &src)?;
     by_half_precision!(gpu.op(), "dst", dst, T => gpu.write::<T>("dst", dst, |dst| {
@@ -61,39 +65,4 @@ pub(crate) fn rounded<T: Element>(
         unsafe { launch::round::<T>(&launch, dst.out(), src, len as i64) }?;
     }
     Ok(dst.into_tensor(shape))
-}
-
-fn add_as<T: Element>(gpu: &Gpu, dst: &Tensor, src: &Tensor) -> Result<()> {
-    let len = src.elem_count();
-    let src = gpu.read::<T>("values", src)?;
-    gpu.write::<f32>("dst", dst, |dst| {
-        // SAFETY: both have len values.
-        unsafe { launch::add_into::<T>(&gpu.elements(len)?, dst, src.get(), len as i64) }
-    })
-}
-
-fn widen<T: Element>(gpu: &Gpu, dst: &Tensor, src: &Tensor) -> Result<()> {
-    let len = src.elem_count();
-    let src = gpu.read::<T>("values", src)?;
-    gpu.write::<f32>("dst", dst, |dst| {
-        // SAFETY: both have len values.
-        unsafe { launch::widen::<T>(&gpu.elements(len)?, dst, src.get(), len as i64) }
-    })
-}
-
-fn copy(gpu: &Gpu, dst: &Tensor, src: &Tensor) -> Result<()> {
-    let len = src.elem_count();
-    let src = gpu.read::<f32>("values", src)?;
-    gpu.write::<f32>("dst", dst, |dst| {
-        // SAFETY: both have len values.
-        unsafe { gpu.copy(dst, src.get(), len) }
-    })
-}
-
-fn same_len(gpu: &Gpu, dst: &Tensor, src: &Tensor) -> Result<()> {
-    let (len, got) = (src.elem_count(), dst.elem_count());
-    if len != got {
-        bail!("{}: expected dst of {len} values, got {got}", gpu.op())
-    }
-    Ok(())
 }

@@ -15,7 +15,7 @@ use crate::host::values::Host;
 use crate::host::with_backward::with_backward;
 use candle_core::{Result, Tensor, bail};
 
-const NAME: &str = "rope";
+pub(crate) const NAME: &str = "rope";
 
 /// Which way [`rope_in_place`] turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

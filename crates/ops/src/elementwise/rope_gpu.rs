@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::rope::RopeDirection;
+use super::rope::{NAME, RopeDirection};
 use crate::cuda::element::{Element, by_dtype};
 use crate::cuda::gpu::Gpu;
 use crate::cuda::launch;
@@ -10,8 +10,6 @@ use crate::cuda::pointer::Out;
 use crate::host::op_output::OpOutput;
 use crate::host::values::detached;
 use candle_core::{Result, Tensor};
-
-const NAME: &str = "rope";
 
 /// `xs` turned, in its shape and dtype.
 pub(crate) fn rope(
@@ -27,7 +25,7 @@ pub(crate) fn rope(
         let y = gpu.alloc::<T>(xs.elem_count())?;
         // SAFETY: both have as many values as xs.
         unsafe { gpu.copy(y.out(), x.get(), xs.elem_count()) }?;
-        turn::<T>(&gpu, y.out(), xs.dims(), [cos, sin], direction)?;
+        turn::<T>(&gpu, y.out(), &xs, [cos, sin], direction)?;
         Ok(y.into_output(xs.shape()))
     })
 }
@@ -42,22 +40,20 @@ pub(crate) fn rope_in_place(
     let xs = detached(&xs)?;
     let gpu = Gpu::of(NAME, &xs)?;
     by_dtype!(NAME, "xs", xs, T => gpu.write::<T>("xs", &xs, |values| {
-        turn::<T>(&gpu, values, xs.dims(), [cos, sin], direction)
+        turn::<T>(&gpu, values, &xs, [cos, sin], direction)
     }))?;
     Ok(xs)
 }
 
-/// `xs` has as many values as `dims` say.
+/// `xs` has as many values as `like`, (b, t, h, d).
 fn turn<T: Element>(
     gpu: &Gpu,
     xs: Out<T>,
-    dims: &[usize],
+    like: &Tensor,
     [cos, sin]: [&Tensor; 2],
     direction: RopeDirection,
 ) -> Result<()> {
-    let &[b, t, heads, d] = dims else {
-        candle_core::bail!("{NAME}: expected xs (b, t, h, d), got {dims:?}")
-    };
+    let (b, t, heads, d) = like.dims4()?;
     let (rows, half) = (b * t * heads, d / 2);
     let num_angles = cos.elem_count() / half.max(1);
     let (cos, sin) = (detached(cos)?, detached(sin)?);

@@ -12,7 +12,7 @@ use crate::host::values::Host;
 use crate::host::with_backward::with_backward;
 use candle_core::{Result, Tensor, bail};
 
-const NAME: &str = "embedding";
+pub(crate) const NAME: &str = "embedding";
 
 /// The rows of `weight` named by `ids`.
 ///

@@ -3,6 +3,7 @@
 
 #![allow(unsafe_code)]
 
+use super::lookup::NAME;
 use super::order_gpu::Order;
 use crate::cpu::half_precision::by_half_precision;
 use crate::cuda::element::{Element, by_dtype};
@@ -14,39 +15,25 @@ use crate::host::op_output::OpOutput;
 use crate::host::values::detached;
 use candle_core::{DType, Result, Tensor};
 
-const NAME: &str = "embedding";
-
 /// The table's row for each id, of shape `(ids.., h)`; zeros for ids that are no row.
 pub(crate) fn embedding_forward(table: &Tensor, ids: &Tensor) -> Result<OpOutput> {
-    by_dtype!(NAME, "weight", table, T => forward::<T>(&detached(table)?, &detached(ids)?))
-}
-
-fn forward<T: Element>(table: &Tensor, ids: &Tensor) -> Result<OpOutput> {
     let gpu = Gpu::of(NAME, table)?;
     let (local_vocab, hidden) = table.dims2()?;
     let num_ids = ids.elem_count();
     let dims = [ids.dims(), &[hidden]].concat();
-    let (table, ids) = (
-        gpu.read::<T>("weight", table)?,
-        gpu.read::<u32>("ids", ids)?,
-    );
-    let y = gpu.alloc::<T>(num_ids * hidden)?;
-    if num_ids * hidden > 0 {
-        // SAFETY: table has local_vocab rows of hidden values, y a row for each of num_ids ids.
-        unsafe {
-            launch::embedding_forward(
-                &gpu.rows(num_ids, BLOCK, 0)?,
-                y.out(),
-                table.get::<T>(),
-                ids.get(),
-                num_ids as i64,
-                hidden as i64,
-                0,
-                gpu.u32(local_vocab)?,
-            )
-        }?;
-    }
-    Ok(y.into_output(dims))
+    let (table, ids) = (detached(table)?, detached(ids)?);
+    let at = gpu.rows(num_ids, BLOCK, 0)?;
+    let (count, row_len, vocab) = (num_ids as i64, hidden as i64, gpu.u32(local_vocab)?);
+    by_dtype!(NAME, "weight", table, T => {
+        let (rows, ids) = (gpu.read::<T>("weight", &table)?, gpu.read::<u32>("ids", &ids)?);
+        let y = gpu.alloc::<T>(num_ids * hidden)?;
+        if num_ids * hidden > 0 {
+            let (rows, ids) = (rows.get::<T>(), ids.get());
+            // SAFETY: there are local_vocab rows of hidden values, and y has a row for each of num_ids ids.
+            unsafe { launch::embedding_forward(&at, y.out(), rows, ids, count, row_len, 0, vocab) }?;
+        }
+        Ok(y.into_output(dims))
+    })
 }
 
 /// The gradient of a table of `v` rows of `h` values, in the dtype of `dy`.

@@ -20,24 +20,19 @@ pub(crate) fn softmax_stats(
     targets: &Tensor,
     vocab_start: usize,
 ) -> Result<Tensor> {
-    let targets = detached(targets)?;
-    by_dtype!("softmax_stats", "logits", logits, T => stats::<T>(&detached(logits)?, &targets, vocab_start))
-}
-
-fn stats<T: Element>(logits: &Tensor, targets: &Tensor, vocab_start: usize) -> Result<Tensor> {
     let gpu = Gpu::of("softmax_stats", logits)?;
     let (n, v) = logits.dims2()?;
-    let values = gpu.read::<T>("logits", logits)?;
-    let targets = gpu.read::<u32>("targets", targets)?;
+    let (logits, targets) = (detached(logits)?, detached(targets)?);
+    let targets = gpu.read::<u32>("targets", &targets)?;
     let stats = gpu.alloc::<f32>(3 * n)?;
-    if n > 0 {
-        let (launch, cols, start) = (gpu.rows(n, block(v), 128)?, v as i64, vocab_start as i64);
-        let (values, targets) = (values.get::<T>(), targets.get());
+    let at = gpu.rows(n, block(v), 128)?;
+    let (rows, cols, start) = (n as i64, v as i64, vocab_start as i64);
+    by_dtype!(gpu.op(), "logits", logits, T => if n > 0 {
+        let values = gpu.read::<T>("logits", &logits)?;
+        let (out, values, targets) = (stats.out(), values.get::<T>(), targets.get());
         // SAFETY: logits has n * v values, targets n, stats 3 n.
-        unsafe {
-            launch::softmax_stats(&launch, stats.out(), values, targets, n as i64, cols, start)
-        }?;
-    }
+        unsafe { launch::softmax_stats(&at, out, values, targets, rows, cols, start) }?;
+    });
     Ok(stats.into_tensor((n, 3)))
 }
 
@@ -72,15 +67,6 @@ pub(crate) fn cross_entropy_loss(
     Ok((loss.into_output(n), log_sum_exp.into_tensor(n)))
 }
 
-/// Gradient of a row's loss.
-#[derive(Clone, Copy)]
-pub(crate) enum LossGrad<'a> {
-    /// The same for all rows.
-    Same(f32),
-    /// One for each row: `(n)` f32.
-    PerRow(&'a Tensor),
-}
-
 /// Gradient of the logits, in their dtype.
 pub(crate) fn cross_entropy_grad(
     logits: &Tensor,
@@ -94,13 +80,19 @@ pub(crate) fn cross_entropy_grad(
     let rows = [log_sum_exp, targets, grad].map(detached);
     let [log_sum_exp, targets, grad] = rows;
     let (log_sum_exp, targets, grad) = (log_sum_exp?, targets?, grad?);
-    let grad = LossGrad::PerRow(&grad);
-    let rows = Rows::new(&gpu, &logits, (&log_sum_exp, &targets, vocab_start), grad)?;
+    let rows = Rows {
+        sizes: logits.dims2()?,
+        log_sum_exp: gpu.read::<f32>("log_sum_exp", &log_sum_exp)?,
+        targets: gpu.read::<u32>("targets", &targets)?,
+        row_grads: Some(gpu.read::<f32>("grad", &grad)?),
+        grad: 0.0,
+        vocab_start,
+    };
     by_dtype!(gpu.op(), "logits", logits, T => {
         let dlogits = gpu.alloc::<T>(logits.elem_count())?;
         let values = gpu.read::<T>("logits", &logits)?;
         // SAFETY: logits and its gradient have as many values as the rows.
-        unsafe { rows.backward::<T>(dlogits.out(), values.get()) }?;
+        unsafe { rows.backward::<T>(&gpu, dlogits.out(), values.get()) }?;
         drop(values);
         Ok(dlogits.into_tensor(logits.shape()))
     })
@@ -117,12 +109,18 @@ pub(crate) fn cross_entropy_grad_in_place(
     let gpu = Gpu::of("cross_entropy_grad_in_place", &logits)?;
     let logits = detached(&logits)?;
     let (log_sum_exp, targets) = (detached(log_sum_exp)?, detached(targets)?);
-    let grad = LossGrad::Same(grad);
-    let rows = Rows::new(&gpu, &logits, (&log_sum_exp, &targets, vocab_start), grad)?;
+    let rows = Rows {
+        sizes: logits.dims2()?,
+        log_sum_exp: gpu.read::<f32>("log_sum_exp", &log_sum_exp)?,
+        targets: gpu.read::<u32>("targets", &targets)?,
+        row_grads: None,
+        grad,
+        vocab_start,
+    };
     by_dtype!(gpu.op(), "logits", logits, T => {
         gpu.write::<T>("logits", &logits, |values| {
             // SAFETY: values are the rows' logits; the kernel lets its output be its input.
-            unsafe { rows.backward::<T>(values, values.read()) }
+            unsafe { rows.backward::<T>(&gpu, values, values.read()) }
         })?;
     });
     Ok(logits)
@@ -130,41 +128,19 @@ pub(crate) fn cross_entropy_grad_in_place(
 
 /// What the backward pass needs to know of the rows.
 struct Rows<'a> {
-    gpu: &'a Gpu,
     sizes: (usize, usize),
     log_sum_exp: GpuValues<'a>,
     targets: GpuValues<'a>,
+    /// Gradients of the rows' losses; without them all have `grad`.
     row_grads: Option<GpuValues<'a>>,
     grad: f32,
     vocab_start: usize,
 }
 
-impl<'a> Rows<'a> {
-    fn new(
-        gpu: &'a Gpu,
-        logits: &Tensor,
-        (log_sum_exp, targets, vocab_start): (&'a Tensor, &'a Tensor, usize),
-        grad: LossGrad<'a>,
-    ) -> Result<Self> {
-        let sizes = logits.dims2()?;
-        let (row_grads, grad) = match grad {
-            LossGrad::Same(grad) => (None, grad),
-            LossGrad::PerRow(grads) => (Some(gpu.read::<f32>("grad", grads)?), 0.0),
-        };
-        Ok(Self {
-            gpu,
-            sizes,
-            log_sum_exp: gpu.read::<f32>("log_sum_exp", log_sum_exp)?,
-            targets: gpu.read::<u32>("targets", targets)?,
-            row_grads,
-            grad,
-            vocab_start,
-        })
-    }
-
+impl Rows<'_> {
     /// # Safety
     /// Both pointers must have as many values as the sizes say.
-    unsafe fn backward<T: Element>(&self, dlogits: Out<T>, logits: In<T>) -> Result<()> {
+    unsafe fn backward<T: Element>(&self, gpu: &Gpu, dlogits: Out<T>, logits: In<T>) -> Result<()> {
         let (n, v) = self.sizes;
         if n * v == 0 {
             return Ok(());
@@ -173,7 +149,7 @@ impl<'a> Rows<'a> {
         // SAFETY: the caller's promise, and n values in each of the others.
         unsafe {
             launch::cross_entropy_backward(
-                &self.gpu.rows(n, block(v), 0)?,
+                &gpu.rows(n, block(v), 0)?,
                 dlogits,
                 logits,
                 self.log_sum_exp.get(),

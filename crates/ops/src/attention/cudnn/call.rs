@@ -183,12 +183,16 @@ fn run(gpu: &Gpu, work: &Work, arguments: &[Argument]) -> Result<bool> {
             let Some(plan) = plans.plan(library, on, call)? else {
                 return Ok(false);
             };
-            let scratch = Scratch::new(gpu, call, plan)?;
-            let arguments = [&arguments[..], &scratch.arguments()].concat();
+            let workspace = gpu.alloc::<f32>(plan.workspace_bytes.div_ceil(4))?;
+            let scratch = scratch(gpu, call)?;
+            let of_scratch = scratch
+                .iter()
+                .map(|(number, values)| Argument::shared(*number, values.out().address()));
+            let arguments: Vec<Argument> = arguments.iter().copied().chain(of_scratch).collect();
             // SAFETY: the tensors have the sizes' shapes and are aligned; the plan was made with this handle, and the lock
             // is held. What frees the scratch memory is on the same stream, after the pass.
             let done = unsafe {
-                let workspace = scratch.workspace.out().address();
+                let workspace = workspace.out().address();
                 run_calls(gpu, work, (plan, handle), call, &arguments, workspace)
             };
             match done {
@@ -199,36 +203,18 @@ fn run(gpu: &Gpu, work: &Work, arguments: &[Argument]) -> Result<bool> {
     })
 }
 
-/// Memory of a pass beside its tensors, the same for each of its calls.
-struct Scratch {
-    workspace: Fresh<f32>,
-    /// By number in the graph.
-    others: Vec<(i64, Fresh<f32>)>,
-}
-
-impl Scratch {
-    fn new(gpu: &Gpu, call: Sizes, plan: &Plan) -> Result<Self> {
-        let head_grads = call.num_head_grads().div_ceil(2);
-        let others = [
-            (Q_SUMS, call.num_sums()),
-            (K_HEAD_GRADS, head_grads),
-            (V_HEAD_GRADS, head_grads),
-        ];
-        let others = others.into_iter().filter(|(_, len)| *len > 0);
-        Ok(Self {
-            workspace: gpu.alloc(plan.workspace_bytes.div_ceil(4))?,
-            others: others
-                .map(|(number, len)| Ok((number, gpu.alloc(len)?)))
-                .collect::<Result<_>>()?,
-        })
-    }
-
-    fn arguments(&self) -> Vec<Argument> {
-        let others = self.others.iter();
-        others
-            .map(|(number, values)| Argument::shared(*number, values.out().address()))
-            .collect()
-    }
+/// Memory of a pass beside its tensors and the workspace, the same for each of its calls, by number in the graph.
+fn scratch(gpu: &Gpu, call: Sizes) -> Result<Vec<(i64, Fresh<f32>)>> {
+    let head_grads = call.num_head_grads().div_ceil(2);
+    let tensors = [
+        (Q_SUMS, call.num_sums()),
+        (K_HEAD_GRADS, head_grads),
+        (V_HEAD_GRADS, head_grads),
+    ];
+    let tensors = tensors.into_iter().filter(|(_, len)| *len > 0);
+    tensors
+        .map(|(number, len)| Ok((number, gpu.alloc(len)?)))
+        .collect()
 }
 
 /// One call after the other, over the sequences.
