@@ -51,18 +51,24 @@ pub(crate) unsafe fn zero<T: Element>(gpu: &Gpu, dst: Out<T>, len: usize) -> Res
     unsafe { launch::fill(&gpu.elements(len)?, dst, 0.0, len as i64) }
 }
 
-/// The first `len` values of `src` as a tensor of `T`.
-pub(crate) fn rounded<T: Element>(
+/// The values of `src`, as many as `shape` has, as a tensor of the type of `like`.
+pub(crate) fn rounded(
     gpu: &Gpu,
-    src: &Fresh<f32>,
-    len: usize,
+    src: Fresh<f32>,
+    like: &Tensor,
     shape: impl Into<Shape>,
 ) -> Result<Tensor> {
-    let dst = gpu.alloc::<T>(len)?;
-    if len > 0 {
-        let (launch, src) = (gpu.elements(len)?, src.out().read());
-        // SAFETY: both have len values.
-        unsafe { launch::round::<T>(&launch, dst.out(), src, len as i64) }?;
+    let shape = shape.into();
+    let len = shape.elem_count();
+    if like.dtype() == DType::F32 {
+        return Ok(src.into_tensor(shape));
     }
-    Ok(dst.into_tensor(shape))
+    by_half_precision!(gpu.op(), "the gradient", like, T => {
+        let dst = gpu.alloc::<T>(len)?;
+        if len > 0 {
+            // SAFETY: both have len values.
+            unsafe { launch::round(&gpu.elements(len)?, dst.out(), src.out().read(), len as i64) }?;
+        }
+        Ok(dst.into_tensor(shape))
+    })
 }

@@ -5,7 +5,6 @@
 
 use super::lookup::NAME;
 use super::order_gpu::Order;
-use crate::cpu::half_precision::by_half_precision;
 use crate::cuda::element::{Element, by_dtype};
 use crate::cuda::gpu::{BLOCK, Gpu};
 use crate::cuda::launch;
@@ -13,7 +12,7 @@ use crate::cuda::pointer::Out;
 use crate::elementwise::elements_gpu::{rounded, zero};
 use crate::host::op_output::OpOutput;
 use crate::host::values::detached;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 
 /// The table's row for each id, of shape `(ids.., h)`; zeros for ids that are no row.
 pub(crate) fn embedding_forward(table: &Tensor, ids: &Tensor) -> Result<OpOutput> {
@@ -44,12 +43,7 @@ pub(crate) fn embedding_grad((v, h): (usize, usize), ids: &Tensor, dy: &Tensor) 
     // SAFETY: it has len values.
     unsafe { zero(&gpu, dw.out(), len) }?;
     by_dtype!(NAME, "the gradient", dy, T => add::<T>(&gpu, (dw.out(), v, h), &ids, &dy))?;
-    match dy.dtype() {
-        DType::F32 => Ok(dw.into_tensor((v, h))),
-        _ => {
-            by_half_precision!(NAME, "the gradient", dy, T => rounded::<T>(&gpu, &dw, len, (v, h)))
-        }
-    }
+    rounded(&gpu, dw, &dy, (v, h))
 }
 
 /// Writes, or adds if `add`, the gradient of the table to `dst`, f32; ids that are no row are skipped.

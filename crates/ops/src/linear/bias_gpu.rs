@@ -2,14 +2,14 @@
 
 #![allow(unsafe_code)]
 
-use crate::cpu::half_precision::by_half_precision;
+use super::linear_gpu::last_dim;
 use crate::cuda::element::{Element, by_dtype};
 use crate::cuda::gpu::{BLOCK, Gpu};
 use crate::cuda::launch;
 use crate::cuda::pointer::Out;
 use crate::elementwise::elements_gpu::rounded;
 use crate::host::values::detached;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 
 /// Rows that are summed by one block before the sums are.
 const ROWS_PER_SLICE: usize = 256;
@@ -20,10 +20,7 @@ pub(crate) fn linear_bias_grad(op: &'static str, dy: &Tensor) -> Result<Tensor> 
     let (cols, dy) = (last_dim(dy), detached(dy)?);
     let db = gpu.alloc::<f32>(cols)?;
     by_dtype!(op, "dy", dy, T => sum::<T>(&gpu, db.out(), false, &dy, cols))?;
-    match dy.dtype() {
-        DType::F32 => Ok(db.into_tensor(cols)),
-        _ => by_half_precision!(op, "dy", dy, T => rounded::<T>(&gpu, &db, cols, cols)),
-    }
+    rounded(&gpu, db, &dy, cols)
 }
 
 /// Writes, or adds if `add`, the sum of `dy` over its rows to `dst`, f32, of as many values as a row.
@@ -61,8 +58,4 @@ fn sum<T: Element>(gpu: &Gpu, dst: Out<f32>, add: bool, dy: &Tensor, cols: usize
         let sums = sums.read();
         launch::column_sum::<f32>(&last, dst, sums, num_slices as i64, num_cols, add.into())
     }
-}
-
-fn last_dim(dy: &Tensor) -> usize {
-    dy.dims().last().copied().unwrap_or(1)
 }

@@ -41,11 +41,19 @@ pub(crate) fn linear_forward(
     added: Added<'_>,
 ) -> Result<OpOutput> {
     let (xs, weight) = (detached(xs)?, detached(weight)?);
+    let (num_out, num_in) = weight.dims2()?;
+    let product = Product {
+        transposed: [true, false],
+        sizes: [num_out, rows_of(&xs), num_in],
+        strides: [num_in, num_in, num_out],
+    };
+    let add = !matches!(added, Added::Nothing);
     by_dtype!(op, "xs", xs, T => {
         let gpu = Gpu::of(op, &xs)?;
         let y = start::<T>(&gpu, dims, added)?;
-        let add = !matches!(added, Added::Nothing);
-        forward::<T>(&gpu, y.out(), add, &xs, &weight)?;
+        let (x, w) = (gpu.read::<T>("xs", &xs)?, gpu.read::<T>("weight", &weight)?);
+        // SAFETY: w has out * in values, x rows * in and y rows * out.
+        unsafe { product.run::<T, T>(&gpu, w.get(), x.get(), y.out(), add) }?;
         Ok(y.into_output(dims))
     })
 }
@@ -76,26 +84,6 @@ fn start<T: Element>(gpu: &Gpu, dims: &[usize], added: Added<'_>) -> Result<Fres
     Ok(y)
 }
 
-/// `y` has a row of `out` values for each of `xs`.
-fn forward<T: Element>(
-    gpu: &Gpu,
-    y: Out<T>,
-    add: bool,
-    xs: &Tensor,
-    weight: &Tensor,
-) -> Result<()> {
-    let (num_out, num_in) = weight.dims2()?;
-    let rows = rows_of(xs);
-    let (x, w) = (gpu.read::<T>("xs", xs)?, gpu.read::<T>("weight", weight)?);
-    let product = Product {
-        transposed: [true, false],
-        sizes: [num_out, rows, num_in],
-        strides: [num_in, num_in, num_out],
-    };
-    // SAFETY: w has out * in values, x rows * in and y rows * out.
-    unsafe { product.run::<T, T>(gpu, w.get(), x.get(), y, add) }
-}
-
 /// The sum of `dy W` over the terms `(dy, W)`, at least one, rounded after each, of shape `dims`.
 pub(crate) fn linear_input_grad(
     op: &'static str,
@@ -107,30 +95,19 @@ pub(crate) fn linear_input_grad(
         let gpu = Gpu::of(op, first)?;
         let dx = gpu.alloc::<T>(dims.iter().product())?;
         for (i, (dy, weight)) in terms.iter().enumerate() {
-            input_grad::<T>(&gpu, dx.out(), i > 0, &detached(dy)?, &detached(weight)?)?;
+            let (dy, weight) = (detached(dy)?, detached(weight)?);
+            let (num_out, num_in) = weight.dims2()?;
+            let product = Product {
+                transposed: [false, false],
+                sizes: [num_in, rows_of(&dy), num_out],
+                strides: [num_in, num_out, num_in],
+            };
+            let (dy, w) = (gpu.read::<T>("dy", &dy)?, gpu.read::<T>("weight", &weight)?);
+            // SAFETY: w has out * in values, dy rows * out and dx rows * in.
+            unsafe { product.run::<T, T>(&gpu, w.get(), dy.get(), dx.out(), i > 0) }?;
         }
         Ok(dx.into_tensor(dims))
     })
-}
-
-/// `dx` has a row of `in` values for each of `dy`.
-fn input_grad<T: Element>(
-    gpu: &Gpu,
-    dx: Out<T>,
-    add: bool,
-    dy: &Tensor,
-    weight: &Tensor,
-) -> Result<()> {
-    let (num_out, num_in) = weight.dims2()?;
-    let rows = rows_of(dy);
-    let (dy, w) = (gpu.read::<T>("dy", dy)?, gpu.read::<T>("weight", weight)?);
-    let product = Product {
-        transposed: [false, false],
-        sizes: [num_in, rows, num_out],
-        strides: [num_in, num_out, num_in],
-    };
-    // SAFETY: w has out * in values, dy rows * out and dx rows * in.
-    unsafe { product.run::<T, T>(gpu, w.get(), dy.get(), dx, add) }
 }
 
 /// `dy^T x` of shape `(out, in)` in their dtype.
@@ -205,10 +182,7 @@ impl Product {
         add: bool,
     ) -> Result<()> {
         let [m, n, k] = self.sizes;
-        if m * n == 0 {
-            return Ok(());
-        }
-        if k == 0 && add {
+        if m * n == 0 || k == 0 && add {
             return Ok(());
         }
         if k == 0 {
@@ -281,7 +255,7 @@ fn compute_type<T: Element>() -> sys::cublasComputeType_t {
     }
 }
 
-fn last_dim(tensor: &Tensor) -> usize {
+pub(super) fn last_dim(tensor: &Tensor) -> usize {
     tensor.dims().last().copied().unwrap_or(1)
 }
 
