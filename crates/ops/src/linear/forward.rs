@@ -5,8 +5,6 @@
 
 use super::gguf_blocks::{BlockFormat, Q4KBlocks, Q8Blocks, RowsOfBlocks};
 use super::grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
-#[cfg(feature = "cuda")]
-use super::linear_gpu::Added;
 use super::weight::LinearWeight;
 use super::weight::{rows_of, weight_dims};
 use crate::cpu::element::{Element, by_float};
@@ -19,13 +17,23 @@ use crate::host::with_backward::with_backward;
 use crate::product::factors::Factors;
 use crate::product::few_rows::{Floats, MAX_ROWS, RowsOfF32, few_rows};
 use crate::product::matrix::{Addend, Matrix};
-use crate::product::packed_weight::{PackedWeight, WeightUse};
+use crate::product::packed_weight::WeightUse;
 use crate::product::products::{new_product, parallel_product};
 use crate::settings::product_choice::{ProductChoice, ProductSize};
 use crate::timing::op_timer;
 use candle_core::{DType, Result, Tensor, bail};
 
 const NAME: &str = "linear";
+
+/// What the product of a layer is added to, in the same rounding.
+#[derive(Clone, Copy)]
+pub(crate) enum Added<'a> {
+    Nothing,
+    /// `(out)`, to each row.
+    Bias(&'a Tensor),
+    /// Of the shape of the result.
+    Residual(&'a Tensor),
+}
 
 /// `xs W^T + bias`, differentiable in all three; a gradient is computed only for what is tracked.
 ///
@@ -37,7 +45,8 @@ const NAME: &str = "linear";
 /// # Errors
 /// When the shapes do not fit or a tensor is not f32, bf16 or f16, or two differ in dtype or device.
 pub fn linear(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let y = forward(xs, weight.into(), bias)?;
+    let added = bias.map_or(Added::Nothing, Added::Bias);
+    let y = forward(NAME, xs, weight.into(), added)?;
     let (x, w) = (xs.detach(), weight.detach());
     let (x_tracked, w_tracked) = (xs.track_op(), weight.track_op());
     let grads = move |dy: &Tensor| {
@@ -147,14 +156,9 @@ pub fn linear_of_few_rows(
         }
     };
     Ok(Some(by_float!(xs.dtype(), T => {
-        let added = added.as_ref().map(HostFloats::read_as::<T>);
-        let in_f32 = added.as_deref().filter(|_| residual.is_none()).map(widened);
-        let addend = match (&added, &in_f32) {
-            (_, Some(bias)) => Addend::Bias(bias),
-            (Some(residual), None) => Addend::Values(residual),
-            (None, None) => Addend::<T>::Nothing,
-        };
-        let ys = new_product(rows, num_out, |ys| ys.put_sums(addend, &mut sums));
+        let ys = with_addend::<T, _>(added.as_ref(), bias.is_some(), |addend| {
+            new_product(rows, num_out, |ys| ys.put_sums(addend, &mut sums))
+        });
         OpOutput::of(ys, dims).into_tensor()
     })))
 }
@@ -189,7 +193,7 @@ impl LinearWeight<'_> {
     /// # Errors
     /// Those of [`linear_forward`].
     pub fn forward(self, xs: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        Ok(forward(xs, self, bias)?.into_tensor())
+        Ok(forward(NAME, xs, self, bias.map_or(Added::Nothing, Added::Bias))?.into_tensor())
     }
 
     /// [`linear_forward_add`] with this weight.
@@ -197,109 +201,82 @@ impl LinearWeight<'_> {
     /// # Errors
     /// Those of [`linear_forward_add`].
     pub fn forward_add(self, residual: &Tensor, xs: &Tensor) -> Result<Tensor> {
-        let op = "linear_forward_add";
-        let Self {
-            values: weight,
-            packed,
-        } = self;
-        let dims = dims(op, xs, weight)?;
-        if residual.dims() != dims {
-            bail!(
-                "{op}: expected residual {dims:?}, got {:?}",
-                residual.dims()
-            )
-        }
-        on_cuda!(xs => {
-            let residual = Added::Residual(residual);
-            Ok(super::linear_gpu::linear_forward(op, &dims, xs, weight, residual)?.into_tensor())
-        });
-        let _timer = op_timer::product(op, &dims, weight.dims()[1], [xs.dtype(); 2]);
-        let product = Rows::new(op, xs, weight)?;
-        let residual = HostFloats::new(op, "residual", residual)?;
-        one_dtype(op, &[("residual", &residual), ("xs", &product.xs)])?;
-        Ok(by_float!(product.xs.dtype(), T => {
-            let y = product.compute::<T>(Addend::Values(&residual.read_as()), packed);
-            OpOutput::of(y, dims).into_tensor()
-        }))
+        let residual = Added::Residual(residual);
+        Ok(forward("linear_forward_add", xs, self, residual)?.into_tensor())
     }
 }
 
-fn forward(xs: &Tensor, weight: LinearWeight<'_>, bias: Option<&Tensor>) -> Result<OpOutput> {
+fn forward(
+    op: &'static str,
+    xs: &Tensor,
+    weight: LinearWeight<'_>,
+    added: Added<'_>,
+) -> Result<OpOutput> {
     let LinearWeight {
         values: weight,
         packed,
     } = weight;
-    let dims = dims(NAME, xs, weight)?;
-    let num_out = weight.dims()[0];
-    if let Some(bias) = bias.filter(|bias| bias.dims() != [num_out]) {
-        bail!("{NAME}: expected bias ({num_out}), got {:?}", bias.dims())
-    }
-    on_cuda!(xs => {
-        let bias = bias.map_or(Added::Nothing, Added::Bias);
-        super::linear_gpu::linear_forward(NAME, &dims, xs, weight, bias)
-    });
-    let _timer = op_timer::product(NAME, &dims, weight.dims()[1], [xs.dtype(); 2]);
-    let product = Rows::new(NAME, xs, weight)?;
-    let bias = match bias {
-        Some(bias) => {
-            let bias = HostFloats::new(NAME, "bias", bias)?;
-            let dtype = one_dtype(NAME, &[("xs", &product.xs), ("bias", &bias)])?;
-            Some(by_float!(dtype, T => widened(&bias.read_as::<T>())))
+    let (num_out, num_in) = weight_dims(op, weight)?;
+    let (rows, leading) = rows_of(op, "xs", xs, num_in)?;
+    let dims = [leading, &[num_out]].concat();
+    match added {
+        Added::Bias(bias) if bias.dims() != [num_out] => {
+            bail!("{op}: expected bias ({num_out}), got {:?}", bias.dims())
         }
-        None => None,
+        Added::Residual(residual) if residual.dims() != dims => bail!(
+            "{op}: expected residual {dims:?}, got {:?}",
+            residual.dims()
+        ),
+        _ => {}
+    }
+    on_cuda!(xs => super::linear_gpu::linear_forward(op, &dims, xs, weight, added));
+    let _timer = op_timer::product(op, &dims, num_in, [xs.dtype(); 2]);
+    ProductChoice::from_env()?;
+    let arguments = [("xs", xs), ("weight", weight)];
+    let [x, w] = HostFloats::of_one_dtype(op, arguments)?;
+    let added_values = match added {
+        Added::Nothing => None,
+        Added::Bias(bias) => {
+            let bias = HostFloats::new(op, "bias", bias)?;
+            one_dtype(op, &[("xs", &x), ("bias", &bias)])?;
+            Some(bias)
+        }
+        Added::Residual(residual) => {
+            let residual = HostFloats::new(op, "residual", residual)?;
+            one_dtype(op, &[("residual", &residual), ("xs", &x)])?;
+            Some(residual)
+        }
     };
-    Ok(by_float!(product.xs.dtype(), T => {
-        let addend = bias.as_deref().map_or(Addend::Nothing, Addend::Bias);
-        OpOutput::of(product.compute::<T>(addend, packed), dims)
+    let is_bias = matches!(added, Added::Bias(_));
+    Ok(by_float!(x.dtype(), T => {
+        let (x, w) = (x.read_as::<T>(), w.read_as::<T>());
+        let factors = Factors::new(
+            Matrix::new(&x, rows, num_in, num_in),
+            Matrix::new(&w, num_out, num_in, num_in).t(),
+        );
+        let size = ProductSize { rows, cols: num_out, num_k: num_in };
+        let panels = packed.and_then(|packed| packed.panels(WeightUse::Forward, size, factors.rhs));
+        let factors = Factors { panels: panels.as_deref(), ..factors };
+        let y = with_addend(added_values.as_ref(), is_bias, |addend| {
+            parallel_product::<T, T>(addend, &[factors])
+        });
+        OpOutput::of(y, dims)
     }))
 }
 
-/// `x W^T`, checked and ready to be computed.
-struct Rows {
-    xs: HostFloats,
-    weight: HostFloats,
-    rows: usize,
-    num_in: usize,
-    num_out: usize,
-}
-
-impl Rows {
-    fn new(op: &str, xs: &Tensor, weight: &Tensor) -> Result<Self> {
-        let (num_out, num_in) = weight_dims(op, weight)?;
-        let (rows, _) = rows_of(op, "xs", xs, num_in)?;
-        ProductChoice::from_env()?;
-        let arguments = [("xs", xs), ("weight", weight)];
-        let [xs, weight] = HostFloats::of_one_dtype(op, arguments)?;
-        Ok(Self {
-            xs,
-            weight,
-            rows,
-            num_in,
-            num_out,
-        })
+/// Calls `then` with what is added to a product, a bias or values of its shape.
+fn with_addend<T: Element, R>(
+    added: Option<&HostFloats>,
+    is_bias: bool,
+    then: impl FnOnce(Addend<'_, T>) -> R,
+) -> R {
+    let Some(added) = added else {
+        return then(Addend::Nothing);
+    };
+    let values = added.read_as::<T>();
+    if is_bias {
+        then(Addend::Bias(&widened(&values)))
+    } else {
+        then(Addend::Values(&values))
     }
-
-    /// The product of values of `T`.
-    fn compute<T: Element>(&self, addend: Addend<'_, T>, packed: Option<&PackedWeight>) -> Vec<T> {
-        let (xs, weight) = (self.xs.read_as::<T>(), self.weight.read_as::<T>());
-        let factors = Factors::new(
-            Matrix::new(&xs, self.rows, self.num_in, self.num_in),
-            Matrix::new(&weight, self.num_out, self.num_in, self.num_in).t(),
-        );
-        let size = ProductSize {
-            rows: self.rows,
-            cols: self.num_out,
-            num_k: self.num_in,
-        };
-        let panels = packed.and_then(|packed| packed.panels(WeightUse::Forward, size, factors.rhs));
-        let panels = panels.as_deref();
-        parallel_product(addend, &[Factors { panels, ..factors }])
-    }
-}
-
-/// Shape of `xs W^T`.
-fn dims(op: &str, xs: &Tensor, weight: &Tensor) -> Result<Vec<usize>> {
-    let (num_out, num_in) = weight_dims(op, weight)?;
-    let (_, leading) = rows_of(op, "xs", xs, num_in)?;
-    Ok([leading, &[num_out]].concat())
 }

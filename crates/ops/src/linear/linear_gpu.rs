@@ -6,6 +6,7 @@
 
 #![allow(unsafe_code)]
 
+use super::forward::Added;
 use crate::cuda::element::{Element, by_dtype};
 use crate::cuda::gpu::{BLOCK, Gpu};
 use crate::cuda::launch;
@@ -21,16 +22,6 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::{DType, Result, Tensor};
 use std::ffi::c_int;
-
-/// What the product of a layer is added to, in the same rounding.
-#[derive(Clone, Copy)]
-pub(crate) enum Added<'a> {
-    Nothing,
-    /// `(out)`, to each row.
-    Bias(&'a Tensor),
-    /// Of the shape of the result.
-    Residual(&'a Tensor),
-}
 
 /// `xs W^T` and what is added, of shape `dims`.
 pub(crate) fn linear_forward(
