@@ -4,9 +4,8 @@ use candle_core::{Result, bail};
 use std::sync::Arc;
 #[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
 use {
-    crate::device::upload::upload,
+    crate::device::upload::{Uploads, upload_once},
     candle_core::{Device, Tensor},
-    std::sync::{Mutex, PoisonError},
 };
 
 /// The documents that sequences are made of: attention never leaves one, and positions count from its first token.
@@ -24,7 +23,7 @@ struct Starts {
     dims: (usize, usize),
     /// On GPUs that asked for them.
     #[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
-    on_gpus: Mutex<Vec<(OnGpu, Tensor)>>,
+    on_gpus: Uploads<OnGpu>,
 }
 
 /// What a GPU is given of documents.
@@ -75,7 +74,7 @@ impl DocumentStarts {
             lens,
             dims: (b, t),
             #[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
-            on_gpus: Mutex::default(),
+            on_gpus: Uploads::default(),
         })))
     }
 
@@ -101,7 +100,7 @@ impl DocumentStarts {
         self.0.lens.iter().copied()
     }
 
-    /// The numbers on `device`; a GPU gets them once.
+    /// The numbers on `device`, which gets them once.
     #[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
     pub(crate) fn on_gpu(
         &self,
@@ -109,28 +108,7 @@ impl DocumentStarts {
         device: &Device,
         numbers: impl FnOnce() -> Vec<u32>,
     ) -> Result<Tensor> {
-        let copy = || {
-            let numbers = numbers();
-            let len = numbers.len();
-            upload(numbers, len, device)
-        };
-        if device.is_cpu() {
-            return copy();
-        }
-        let mut copies = self
-            .0
-            .on_gpus
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let known = copies
-            .iter()
-            .find(|(known, copy)| *known == what && copy.device().same_device(device));
-        if let Some((_, known)) = known {
-            return Ok(known.clone());
-        }
-        let copy = copy()?;
-        copies.push((what, copy.clone()));
-        Ok(copy)
+        upload_once(&self.0.on_gpus, what, device, numbers)
     }
 }
 

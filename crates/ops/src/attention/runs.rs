@@ -6,12 +6,14 @@ use std::sync::Arc;
 
 use super::document_starts::DocumentStarts;
 #[cfg(feature = "cudnn")]
-use super::rectangle::Rectangle;
+use {
+    super::rectangle::Rectangle,
+    std::sync::{Mutex, PoisonError},
+};
 #[cfg(feature = "cuda")]
 use {
-    crate::device::upload::upload,
+    crate::device::upload::{Uploads, upload_once},
     candle_core::{Device, Tensor},
-    std::sync::{Mutex, PoisonError},
 };
 
 /// A stretch of one document whose tokens lie one after the other.
@@ -310,14 +312,11 @@ pub struct AttentionRows {
     keys: Runs,
     /// What GPUs were given of them, each for a window and tiles of so many keys.
     #[cfg(feature = "cuda")]
-    on_gpus: Arc<Mutex<Vec<OnGpu>>>,
+    on_gpus: Arc<Uploads<(Option<usize>, usize)>>,
     /// What they are, each with a window.
     #[cfg(feature = "cudnn")]
     rectangles: Arc<Mutex<Vec<OfWindow>>>,
 }
-
-#[cfg(feature = "cuda")]
-type OnGpu = ((Option<usize>, usize), Tensor);
 
 #[cfg(feature = "cudnn")]
 type OfWindow = (Option<usize>, Option<Rectangle>);
@@ -401,19 +400,8 @@ impl AttentionRows {
         tile: usize,
         device: &Device,
     ) -> Result<Tensor> {
-        let mut known = self.on_gpus.lock().unwrap_or_else(PoisonError::into_inner);
-        let what = (window, tile);
-        let found = known
-            .iter()
-            .find(|(of, table)| *of == what && table.device().same_device(device));
-        if let Some((_, table)) = found {
-            return Ok(table.clone());
-        }
-        let numbers = self.table(window, tile);
-        let len = numbers.len();
-        let table = upload(numbers, len, device)?;
-        known.push((what, table.clone()));
-        Ok(table)
+        let table = || self.table(window, tile);
+        upload_once(&self.on_gpus, (window, tile), device, table)
     }
 
     #[cfg(feature = "cuda")]

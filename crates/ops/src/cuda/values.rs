@@ -66,6 +66,11 @@ impl<T: CudaDType + DeviceRepr> Fresh<T> {
         })
     }
 
+    /// Where a copy from the host goes.
+    pub(crate) fn slice_mut(&mut self) -> &mut CudaSlice<T> {
+        &mut self.slice
+    }
+
     /// Where a kernel writes.
     pub(crate) fn out(&self) -> Out<'_, T> {
         let (start, _) = self.slice.device_ptr(self.slice.stream());

@@ -14,12 +14,12 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaEvent, CudaStream, DeviceRepr, PinnedHostSlice, ValidAsZeroBits,
 };
 use candle_core::cuda_backend::{CudaDType, WrapErr};
-use candle_core::{CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, Tensor, bail};
 use half::{bf16, f16};
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::host::op_output::OpOutput;
+use crate::cuda::values::Fresh;
 
 /// A stream for each direction, beside the one that computes.
 pub(crate) struct CopyStreams {
@@ -132,9 +132,7 @@ impl CopyStreams {
         if buffer.last.is_none() {
             bail!("nothing was stored in the buffer");
         }
-        let len = part.len();
-        let storage = by_type!(&buffer.values, host => self.fetch(host, part, buffer)?);
-        let values = OpOutput::on_cuda(storage, Shape::from(len)).into_tensor();
+        let values = by_type!(&buffer.values, host => self.fetch(host, part, buffer)?);
         self.copy(values, &self.up, buffer)
     }
 
@@ -155,24 +153,20 @@ impl CopyStreams {
         host: &PinnedHostSlice<T>,
         part: Range<usize>,
         buffer: &PinnedBuffer,
-    ) -> Result<CudaStorage> {
+    ) -> Result<Tensor> {
         let len = part.len();
-        // SAFETY: all values that the tensor has are copied there before anything reads them.
-        let slice = unsafe { self.device.alloc::<T>(len.max(1)) };
-        let mut slice = slice.map_err(|err| {
-            let bytes = len * size_of::<T>();
-            err.context(format!("asking for {bytes} bytes of the GPU's memory"))
-        })?;
+        // All values that the tensor has are copied there before anything reads them.
+        let mut on_gpu = Fresh::<T>::new(&self.device, len)?;
         self.let_wait(&self.up, buffer)?;
         if len == buffer.len && len > 0 {
-            self.up.memcpy_htod(host, &mut slice).w()?;
+            self.up.memcpy_htod(host, on_gpu.slice_mut()).w()?;
         } else if len > 0 {
             // The host waits for the last copy of the whole, if that is not over: the store of an update, before the first part is used.
             self.up
-                .memcpy_htod(&host.as_slice().w()?[part], &mut slice)
+                .memcpy_htod(&host.as_slice().w()?[part], on_gpu.slice_mut())
                 .w()?;
         }
-        Ok(CudaStorage::wrap_cuda_slice(slice, self.device.clone()))
+        Ok(on_gpu.into_tensor(len))
     }
 
     /// What is put on `stream` from now on comes after all that computes, and after the last copy of the buffer. cudarc does not see to

@@ -1,6 +1,8 @@
 //! Ids on their way to the device that reads them.
 
 use candle_core::{Device, Result, Shape, Tensor};
+#[cfg(feature = "cuda")]
+use std::sync::{Mutex, PoisonError};
 
 /// The ids as a tensor of this shape on `device`. The host does not wait for a GPU: as for all work, its stream gets to it.
 ///
@@ -12,4 +14,30 @@ pub fn upload(ids: Vec<u32>, shape: impl Into<Shape>, device: &Device) -> Result
         Device::Cuda(cuda) => super::upload_gpu::upload(&ids, cuda)?.reshape(shape.into()),
         _ => Tensor::from_vec(ids, shape, device),
     }
+}
+
+/// What was uploaded, and where it is.
+#[cfg(feature = "cuda")]
+pub(crate) type Uploads<K> = Mutex<Vec<(K, Tensor)>>;
+
+/// What `what` stands for on `device`, which gets the ids once.
+#[cfg(feature = "cuda")]
+pub(crate) fn upload_once<K: PartialEq>(
+    uploads: &Uploads<K>,
+    what: K,
+    device: &Device,
+    ids: impl FnOnce() -> Vec<u32>,
+) -> Result<Tensor> {
+    let mut uploads = uploads.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = uploads
+        .iter()
+        .find(|(known, ids)| *known == what && ids.device().same_device(device));
+    if let Some((_, ids)) = known {
+        return Ok(ids.clone());
+    }
+    let ids = ids();
+    let len = ids.len();
+    let ids = upload(ids, len, device)?;
+    uploads.push((what, ids.clone()));
+    Ok(ids)
 }
