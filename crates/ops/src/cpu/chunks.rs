@@ -28,19 +28,6 @@ pub(crate) fn rows_per_partial(num_rows: usize, row_len: usize) -> usize {
     rows_per_chunk(row_len).max(num_rows.div_ceil(MAX_PARTIALS))
 }
 
-/// Whether a pass over `work` elements is worth more than one thread.
-fn is_parallel(work: usize) -> bool {
-    work > INLINE_ELEMENTS
-}
-
-/// Calls `f(i)` for `i` in `0..count`; `work` is the number of elements of the whole pass.
-fn for_each_index(count: usize, work: usize, f: impl Fn(usize) + Sync) {
-    match is_parallel(work) {
-        true => on_all_threads(count, &f),
-        false => (0..count).for_each(f),
-    }
-}
-
 /// Not generic: what divides work among threads is long, and would be compiled once more for each pass.
 fn on_all_threads(count: usize, f: &(dyn Fn(usize) + Sync)) {
     (0..count).into_par_iter().for_each(f);
@@ -55,12 +42,18 @@ pub(crate) fn for_each_chunk<T: Send>(
 ) {
     let (chunk_len, len) = (chunk_len.max(1), out.len());
     let out = SharedBuffer::new(out);
-    for_each_index(len.div_ceil(chunk_len), work, |i| {
+    let change = |i: usize| {
         let start = i * chunk_len;
         let len = chunk_len.min(len - start);
         // SAFETY: each index comes once, and their chunks do not overlap.
         unsafe { out.change_row(start, len, |chunk| f(i, chunk)) };
-    });
+    };
+    let count = len.div_ceil(chunk_len);
+    if work > INLINE_ELEMENTS {
+        on_all_threads(count, &change);
+    } else {
+        (0..count).for_each(change);
+    }
 }
 
 /// `f(i)` for `i` in `0..count`; `work` is the number of elements of the whole pass.

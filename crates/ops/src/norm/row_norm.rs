@@ -88,7 +88,7 @@ pub(crate) fn forward<N: RowNorm>(
     if let Some(bias) = bias.filter(|bias| bias.dims() != [h]) {
         bail!("{}: expected bias ({h}), got {:?}", N::NAME, bias.dims())
     }
-    on_cuda!(xs => super::row_norm_gpu::norm_forward(N::ON_GPU, xs, weight, bias, eps));
+    on_cuda!(xs => super::row_norm_gpu::norm_forward::<N>(xs, weight, bias, eps));
     let _timer = op_timer::op(N::FORWARD);
     let arguments = [("xs", xs), ("weight", weight)];
     let [x, w] = HostFloats::of_one_dtype(N::NAME, arguments)?;
@@ -139,22 +139,20 @@ pub(crate) fn backward<N: RowNorm>(
     }
     let h = width(N::NAME, xs, weight)?;
     on_cuda!(xs => {
-        super::row_norm_gpu::norm_backward(N::ON_GPU, [xs, weight, dy], eps, residual, parameter_grads)
+        super::row_norm_gpu::norm_backward::<N>([xs, weight, dy], eps, residual, parameter_grads)
     });
     let residual = residual.map(|residual| HostFloats::new(N::NAME, "residual", residual));
-    let x = HostFloats::new(N::NAME, "xs", xs)?;
-    let w = HostFloats::new(N::NAME, "weight", weight)?;
-    let dy = HostFloats::new(N::NAME, "the gradient", dy)?;
+    let arguments = [("xs", xs), ("weight", weight), ("the gradient", dy)];
+    let [x, w, dy] = HostFloats::of_one_dtype(N::NAME, arguments)?;
     let residual = residual.transpose()?;
-    let inputs = [("xs", &x), ("weight", &w), ("the gradient", &dy)];
-    let residuals = residual.as_ref().map(|residual| ("residual", residual));
-    let inputs: Vec<_> = inputs.into_iter().chain(residuals).collect();
-    let dtype = one_dtype(N::NAME, &inputs)?;
+    if let Some(residual) = &residual {
+        one_dtype(N::NAME, &[("xs", &x), ("residual", residual)])?;
+    }
     let _timer = op_timer::op(N::BACKWARD);
     let [dw_len, db_len] = parameter_grads.map(|wanted| if wanted { h } else { 0 });
     let sums_len = dw_len + db_len;
     let mut sums = vec![0f32; sums_len];
-    let dx = by_float!(dtype, T => {
+    let dx = by_float!(x.dtype(), T => {
         let (x, w, dy) = (x.read_as::<T>(), w.read_as::<T>(), dy.read_as::<T>());
         let residual = residual.as_ref().map(HostFloats::read_as::<T>);
         let (x, w, dy, residual) = (&*x, &*w, &*dy, residual.as_deref());

@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use super::row_norm::RowNorm;
 use crate::cuda::element::{Element, by_dtype};
 use crate::cuda::gpu::{BLOCK, Gpu};
 use crate::cuda::launch;
@@ -24,18 +25,8 @@ pub(crate) enum Norm {
     Layer,
 }
 
-impl Norm {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Rms => "rms_norm",
-            Self::Layer => "layer_norm",
-        }
-    }
-}
-
 /// `xs` normed, in its shape and dtype.
-pub(crate) fn norm_forward(
-    norm: Norm,
+pub(crate) fn norm_forward<N: RowNorm>(
     xs: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
@@ -43,17 +34,16 @@ pub(crate) fn norm_forward(
 ) -> Result<OpOutput> {
     let (x, w) = (detached(xs)?, detached(weight)?);
     let b = bias.map(detached).transpose()?;
-    by_dtype!(norm.name(), "xs", xs, T => forward::<T>(norm, &x, &w, b.as_ref(), eps as f32))
+    by_dtype!(N::NAME, "xs", xs, T => forward::<N, T>(&x, &w, b.as_ref(), eps as f32))
 }
 
-fn forward<T: Element>(
-    norm: Norm,
+fn forward<N: RowNorm, T: Element>(
     xs: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
     eps: f32,
 ) -> Result<OpOutput> {
-    let gpu = Gpu::of(norm.name(), xs)?;
+    let gpu = Gpu::of(N::NAME, xs)?;
     let (rows, cols) = rows_and_cols(xs, weight);
     let (x, w) = (gpu.read::<T>("xs", xs)?, gpu.read::<T>("weight", weight)?);
     let b = bias.map(|b| gpu.read::<T>("bias", b)).transpose()?;
@@ -64,7 +54,7 @@ fn forward<T: Element>(
         let (rows, cols) = (rows as i64, gpu.i32(cols)?);
         // SAFETY: y and x have rows * cols values, w and b have cols; the shared memory is what the kernels ask.
         unsafe {
-            match norm {
+            match N::ON_GPU {
                 Norm::Rms => launch::rms_norm_forward(&at, out, x, w, rows, cols, eps),
                 Norm::Layer => {
                     let b = b.as_ref().map(|b| b.get());
@@ -78,8 +68,7 @@ fn forward<T: Element>(
 
 /// Gradient of `xs`, plus `residual` if there is one, in its dtype; and in f32 those of the weight and the bias that
 /// `parameter_grads` asks for.
-pub(crate) fn norm_backward(
-    norm: Norm,
+pub(crate) fn norm_backward<N: RowNorm>(
     [xs, weight, dy]: [&Tensor; 3],
     eps: f64,
     residual: Option<&Tensor>,
@@ -88,19 +77,18 @@ pub(crate) fn norm_backward(
     let (x, w, dy) = (detached(xs)?, detached(weight)?, detached(dy)?);
     let residual = residual.map(detached).transpose()?;
     let inputs = [&x, &w, &dy];
-    by_dtype!(norm.name(), "xs", xs, T => {
-        backward::<T>(norm, inputs, residual.as_ref(), eps as f32, parameter_grads)
+    by_dtype!(N::NAME, "xs", xs, T => {
+        backward::<N, T>(inputs, residual.as_ref(), eps as f32, parameter_grads)
     })
 }
 
-fn backward<T: Element>(
-    norm: Norm,
+fn backward<N: RowNorm, T: Element>(
     [xs, weight, dy]: [&Tensor; 3],
     residual: Option<&Tensor>,
     eps: f32,
     parameter_grads: [bool; 2],
 ) -> Result<(Tensor, [Option<Tensor>; 2])> {
-    let gpu = Gpu::of(norm.name(), xs)?;
+    let gpu = Gpu::of(N::NAME, xs)?;
     let (rows, cols) = rows_and_cols(xs, weight);
     let num_partials = rows.min(MAX_PARTIALS);
     let (x, w) = (gpu.read::<T>("xs", xs)?, gpu.read::<T>("weight", weight)?);
@@ -121,7 +109,7 @@ fn backward<T: Element>(
         let (rows, cols) = (rows as i64, gpu.i32(cols)?);
         // SAFETY: dx, x, dy and the residual have rows * cols values, w has cols, dw and db a row of cols for each block.
         unsafe {
-            match norm {
+            match N::ON_GPU {
                 Norm::Rms => launch::rms_norm_backward(&at, out, dw, x, w, dy, r, rows, cols, eps),
                 Norm::Layer => {
                     launch::layer_norm_backward(&at, out, dw, db, x, w, dy, r, rows, cols, eps)
