@@ -145,24 +145,15 @@ impl<'a> BackwardPass<'a> {
         pass: AttentionGrad<'a>,
         (spec, ranges): (&'a AttentionSpec, &'a Option<Tensor>),
     ) -> Result<Self> {
-        let AttentionGrad {
-            q,
-            k,
-            v,
-            log_sum_exp,
-            grad,
-            ..
-        } = pass;
-        let sizes = Sizes::new(gpu, q, k, spec)?;
         Ok(Self {
             gpu,
-            sizes,
+            sizes: Sizes::new(gpu, pass.q, pass.k, spec)?,
             ranges: read_ranges(gpu, ranges)?,
-            q: gpu.read::<T>("q", q)?,
-            k: gpu.read::<T>("k", k)?,
-            v: gpu.read::<T>("v", v)?,
-            log_sum_exp: gpu.read::<f32>("log_sum_exp", log_sum_exp)?,
-            grad: gpu.read::<T>("the gradient", grad)?,
+            q: gpu.read::<T>("q", pass.q)?,
+            k: gpu.read::<T>("k", pass.k)?,
+            v: gpu.read::<T>("v", pass.v)?,
+            log_sum_exp: gpu.read::<f32>("log_sum_exp", pass.log_sum_exp)?,
+            grad: gpu.read::<T>("the gradient", pass.grad)?,
         })
     }
 

@@ -101,22 +101,15 @@ pub fn attention_backward(
     pass: &AttentionGrad<'_>,
     spec: &AttentionSpec,
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    let AttentionGrad {
-        q,
-        k,
-        v,
-        out,
-        log_sum_exp,
-        ..
-    } = *pass;
+    let AttentionGrad { q, k, v, .. } = *pass;
     let blocks = blocks(q, k, v, spec)?;
-    check_pass(pass, out, &blocks)?;
+    check_pass(pass, &blocks)?;
     on_cuda!(q => super::backward_gpu::attention_backward(pass, spec));
     let _timer = crate::timing::op_timer::op("attention_backward");
     AttentionCode::Cpu.note();
     ProductChoice::from_env()?;
     let values = on_host(pass)?;
-    let log_sum_exp = Host::<f32>::new(NAME, "log_sum_exp", log_sum_exp)?;
+    let log_sum_exp = Host::<f32>::new(NAME, "log_sum_exp", pass.log_sum_exp)?;
     let log_sum_exp = log_sum_exp.read();
     by_float!(values[0].dtype(), T => {
         let [q_in, k_in, v_in, grad] = values.each_ref().map(HostFloats::read_as::<T>);
@@ -140,21 +133,15 @@ pub fn attention_backward_of_part(
     spec: &AttentionSpec,
     sums: &[Tensor; 3],
 ) -> Result<()> {
-    let AttentionGrad {
-        q,
-        k,
-        v,
-        log_sum_exp,
-        ..
-    } = *pass;
+    let AttentionGrad { q, k, v, .. } = *pass;
     let blocks = blocks(q, k, v, spec)?;
-    check_pass(pass, pass.out, &blocks)?;
+    check_pass(pass, &blocks)?;
     if let Some(delta) = delta
-        && delta.dims() != log_sum_exp.dims()
+        && delta.dims() != pass.log_sum_exp.dims()
     {
         bail!(
             "{NAME}: expected delta {:?}, got {:?}",
-            log_sum_exp.dims(),
+            pass.log_sum_exp.dims(),
             delta.dims()
         )
     }
@@ -176,7 +163,7 @@ pub fn attention_backward_of_part(
     AttentionCode::Cpu.note();
     ProductChoice::from_env()?;
     let values = on_host(pass)?;
-    let log_sum_exp = Host::<f32>::new(NAME, "log_sum_exp", log_sum_exp)?;
+    let log_sum_exp = Host::<f32>::new(NAME, "log_sum_exp", pass.log_sum_exp)?;
     let delta = delta.map(|delta| Host::<f32>::new(NAME, "delta", delta));
     let delta = delta.transpose()?;
     let (log_sum_exp, delta) = (log_sum_exp.read(), delta.as_ref().map(Host::read));
@@ -203,13 +190,9 @@ fn on_host(pass: &AttentionGrad<'_>) -> Result<[HostFloats; 4]> {
 }
 
 /// An error unless what the backward pass reads has the shapes of the forward pass.
-fn check_pass(
-    pass: &AttentionGrad<'_>,
-    out: Option<&Tensor>,
-    blocks: &AttentionBlocks<'_>,
-) -> Result<()> {
+fn check_pass(pass: &AttentionGrad<'_>, blocks: &AttentionBlocks<'_>) -> Result<()> {
     let rows = [blocks.b, blocks.hq, blocks.t];
-    let out = out.map(|out| ("the output", out));
+    let out = pass.out.map(|out| ("the output", out));
     let like_q = out.into_iter().chain([("the gradient", pass.grad)]);
     let expected = like_q.map(|(what, tensor)| (what, tensor, pass.q.dims()));
     let log_sum_exp = ("log_sum_exp", pass.log_sum_exp, &rows[..]);

@@ -109,8 +109,8 @@ fn forward(weight: &Tensor, ids: &Tensor) -> Result<OpOutput> {
     on_cuda!(weight => super::lookup_gpu::embedding_forward(weight, ids));
     let _timer = crate::timing::op_timer::op("embedding_forward");
     let table = HostFloats::new(NAME, "weight", weight)?;
+    let dims = [ids.dims(), &[h]].concat();
     let ids = Host::<u32>::new(NAME, "ids", ids)?;
-    let dims = [ids.tensor().dims(), &[h]].concat();
     Ok(by_float!(table.dtype(), T => {
         OpOutput::of(gather::<T>(&table.read_as(), &ids.read(), h), dims)
     }))

@@ -39,10 +39,6 @@ impl HostFloats {
         self.0.dtype()
     }
 
-    pub(crate) fn tensor(&self) -> &Tensor {
-        &self.0
-    }
-
     pub(crate) fn into_tensor(self) -> Tensor {
         self.0
     }

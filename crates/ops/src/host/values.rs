@@ -21,10 +21,6 @@ impl<T: WithDType> Host<T> {
         Ok(Self(detached(tensor)?, PhantomData))
     }
 
-    pub(crate) fn tensor(&self) -> &Tensor {
-        &self.0
-    }
-
     /// Locks the values for reading.
     pub(crate) fn read(&self) -> HostValues<'_, T> {
         HostValues::new(&self.0)

@@ -155,9 +155,9 @@ pub fn cross_entropy_grad(
     let _timer = crate::timing::op_timer::op(op);
     let grad = Host::<f32>::new(op, "grad", grad)?;
     let grad = grad.read();
-    let logits = HostFloats::new(op, "logits", logits)?;
-    let copy = by_float!(logits.dtype(), T => {
-        OpOutput::of(copied(&logits.read_as::<T>()), logits.tensor().shape())
+    let values = HostFloats::new(op, "logits", logits)?;
+    let copy = by_float!(values.dtype(), T => {
+        OpOutput::of(copied(&values.read_as::<T>()), logits.shape())
     });
     let rows = (log_sum_exp, targets, vocab_start);
     rows_in_place(op, copy.into_tensor(), rows, |row| grad[row])

@@ -4,7 +4,7 @@
 
 use super::adamw::{AdamWBuffers, AdamWConstants, AdamWSlot, NAME};
 use crate::cpu::half_precision::by_half_precision;
-use crate::cuda::adamw_slots::AdamWSlots;
+use crate::cuda::adamw_slots::{AdamWSlots, RawSlot};
 use crate::cuda::element::Element;
 use crate::cuda::gpu::{BLOCK, Gpu};
 use crate::cuda::launch;
@@ -65,8 +65,13 @@ fn with_weights<T: Element>(
         return then(raw);
     };
     gpu.write::<T>("weights", slot.weights, |weights| {
-        let decay_factor = slot.decay_factor(constants);
-        raw.set(next, weights, [slot.start, slot.len()], decay_factor);
+        raw.slots[next] = RawSlot {
+            weights: weights.address(),
+            start: slot.start as i64,
+            len: slot.len() as i64,
+            decay_factor: slot.decay_factor(constants),
+            unused: 0,
+        };
         with_weights::<T>(gpu, slots, constants, (next + 1, raw), then)
     })
 }

@@ -71,25 +71,17 @@ pub(in super::super) fn attention_backward(
 }
 
 fn backward<T: Element>(work: &Work, pass: &AttentionGrad<'_>) -> Result<Option<[Tensor; 3]>> {
-    let AttentionGrad {
-        q,
-        k,
-        v,
-        log_sum_exp,
-        grad,
-        ..
-    } = *pass;
-    let out = pass.output()?;
+    let AttentionGrad { q, k, v, .. } = *pass;
     let gpu = Gpu::of(NAME, q)?;
     let tensors = [
         (Q, "q", q),
         (K, "k", k),
         (V, "v", v),
-        (OUT, "the output", out),
-        (GRAD, "the gradient", grad),
+        (OUT, "the output", pass.output()?),
+        (GRAD, "the gradient", pass.grad),
     ];
     let inputs = work.read::<T, _>(&gpu, tensors)?;
-    let log_sum_exp = work.statistics(log_sum_exp)?;
+    let log_sum_exp = work.statistics(pass.log_sum_exp)?;
     let sums = gpu.read::<f32>("log_sum_exp", &log_sum_exp)?;
     let grads = [(Q_GRAD, q), (K_GRAD, k), (V_GRAD, v)];
     let [dq, dk, dv] = grads.map(|(_, like)| gpu.alloc::<T>(like.elem_count()));
