@@ -50,7 +50,8 @@ macro_rules! launchers {
             /// be what `kernels/README.md` asks for.
             #[allow(clippy::too_many_arguments, reason = "the kernel's, in its order: a struct for each would say them once more")]
             pub(crate) unsafe fn $name $(<$t: Element>)? (launch: &Launch, $($argument: $type),*) -> Result<()> {
-                let function = launch.function(&[stringify!($name) $(, "_", $t::DTYPE.as_str())?].concat())?;
+                let name = [stringify!($name) $(, "_", $t::DTYPE.as_str())?].concat();
+                let function = launch.function(&name)?;
                 $(let $argument = Argument::raw(&$argument);)*
                 let mut arguments = launch.stream.launch_builder(&function);
                 $(arguments.arg(&$argument);)*

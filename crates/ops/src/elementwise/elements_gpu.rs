@@ -15,14 +15,15 @@ use candle_core::{DType, Result, Shape, Tensor};
 pub(crate) fn add_into(dst: &Tensor, add: bool, src: &Tensor) -> Result<()> {
     let gpu = Gpu::of("add_into", dst)?;
     let (len, src) = (src.elem_count(), detached(src)?);
+    let (at, count) = (gpu.elements(len)?, len as i64);
     by_dtype!(gpu.op(), "values", src, T => {
         let values = gpu.read::<T>("values", &src)?;
         // SAFETY: both have len values.
         gpu.write::<f32>("dst", dst, |dst| unsafe {
             match (add, src.dtype()) {
-                (true, _) => launch::add_into(&gpu.elements(len)?, dst, values.get::<T>(), len as i64),
+                (true, _) => launch::add_into(&at, dst, values.get::<T>(), count),
                 (false, DType::F32) => gpu.copy(dst, values.get(), len),
-                (false, _) => launch::widen(&gpu.elements(len)?, dst, values.get::<T>(), len as i64),
+                (false, _) => launch::widen(&at, dst, values.get::<T>(), count),
             }
         })
     })
