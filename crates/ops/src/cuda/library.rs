@@ -36,11 +36,11 @@ unsafe extern "C" {
     fn dlerror() -> *const c_char;
 }
 
-/// The library of this file, which stays loaded; else why it cannot be loaded, if the loader says it. NVIDIA's libraries may be
-/// loaded at any time.
+/// The library of this file, which stays loaded; else why it cannot be loaded, if the loader says it. NVIDIA's libraries
+/// may be loaded at any time.
 pub(super) fn open(file: &CStr) -> Result<*mut c_void, Option<String>> {
-    // SAFETY: the name ends in a zero byte. `dlerror` is null or a text of this thread that lives until its next call of these
-    // functions.
+    // SAFETY: the name ends in a zero byte. `dlerror` is null or a text of this thread that lives until its next call of
+    // these functions.
     unsafe {
         let library = dlopen(file.as_ptr(), RTLD_NOW);
         if !library.is_null() {
