@@ -1,20 +1,22 @@
 //! The element types that ranks exchange, and how their values are combined.
 
+use bytemuck::{Pod, zeroed_vec};
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, WithDType, bail,
 };
-use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
 use crate::memory::device::name as device_name;
 use crate::{Error, Operation, ReduceOp};
 
 /// An element type that ranks exchange.
-pub(crate) trait Element: WithDType {
+pub(crate) trait Element: WithDType + Pod {
     /// What sums are accumulated in.
     type Acc: Element<Acc = Self::Acc>;
     /// Zeroed memory, lazily where the system can.
-    fn zeros(len: usize) -> Vec<Self>;
+    fn zeros(len: usize) -> Vec<Self> {
+        zeroed_vec(len)
+    }
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
     fn widen(self) -> Self::Acc;
     fn round(acc: Self::Acc) -> Self;
@@ -27,12 +29,9 @@ pub(crate) trait Element: WithDType {
 }
 
 macro_rules! element {
-    ($ty:ty, $variant:ident, $acc:ty, $zeros:expr, $widen:expr, $round:expr, $sum:expr, $prod:expr, $max:expr, $min:expr, $avg:expr) => {
+    ($ty:ty, $variant:ident, $acc:ty, $widen:expr, $round:expr, $sum:expr, $prod:expr, $max:expr, $min:expr, $avg:expr) => {
         impl Element for $ty {
             type Acc = $acc;
-            fn zeros(len: usize) -> Vec<Self> {
-                $zeros(len)
-            }
             fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
                 match storage {
                     CpuStorage::$variant(values) => Some(values),
@@ -70,24 +69,16 @@ macro_rules! element {
         }
     };
     (float $ty:ident $variant:ident) => {
-        element!(arithmetic $ty, $variant, $ty, |len| vec![0.0; len], |x| x, |x| x);
+        element!(arithmetic $ty, $variant, $ty, |x| x, |x| x);
     };
     (half $ty:ident $variant:ident) => {
-        element!(
-            arithmetic $ty,
-            $variant,
-            f32,
-            |len| vec![0u16; len].reinterpret_into::<$ty>(),
-            $ty::to_f32,
-            $ty::from_f32
-        );
+        element!(arithmetic $ty, $variant, f32, $ty::to_f32, $ty::from_f32);
     };
-    (arithmetic $ty:ty, $variant:ident, $acc:ident, $zeros:expr, $widen:expr, $round:expr) => {
+    (arithmetic $ty:ty, $variant:ident, $acc:ident, $widen:expr, $round:expr) => {
         element!(
             $ty,
             $variant,
             $acc,
-            $zeros,
             $widen,
             $round,
             |a, b| a + b,
@@ -102,7 +93,6 @@ macro_rules! element {
             $ty,
             $variant,
             $ty,
-            |len| vec![0; len],
             |x| x,
             |x| x,
             $ty::wrapping_add,
