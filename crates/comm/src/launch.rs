@@ -15,8 +15,9 @@ use candle_core::{Device, Result};
 use candle_launch::THREADS_HINT;
 
 use crate::cores::{catch_panic, keep_candle_from_threads, num_cores, pool_of_rank};
+use crate::error::argument;
 use crate::local::{LocalCommunicator, World};
-use crate::{Backend, Error, LocalConfig, ProcessGroup, RunConfig};
+use crate::{Backend, LocalConfig, ProcessGroup, RunConfig};
 
 pub use cannot_start::cannot_start;
 #[cfg(feature = "mpi")]
@@ -96,9 +97,9 @@ pub fn threads_with<T: Send>(
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     if config.world_size == 0 {
-        return Err(
-            Error::Argument("a run needs at least one rank, got world_size 0".into()).into(),
-        );
+        return Err(argument(
+            "a run needs at least one rank, got world_size 0",
+        ));
     }
     if config.world_size > 1 && config.devices.iter().all(Device::is_cpu) {
         keep_candle_from_threads();
@@ -123,7 +124,7 @@ pub fn threads_with<T: Send>(
                 Err(error) => {
                     let message =
                         format!("its threads could not be started: {error}\n{THREADS_HINT}");
-                    world.fail(rank, &Error::Argument(message).into());
+                    world.fail(rank, &argument(message));
                     break;
                 }
             }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Shape, Tensor};
 
-use crate::Error;
+use crate::error::argument;
 
 /// How a reduction combines the values of the ranks: elementwise, and pairwise by rank number. Ranks 0 and 1 are combined, 2 and 3,
 /// then the two results, and so on; five ranks give `((0+1)+(2+3))+4`.
@@ -167,7 +167,7 @@ impl Operation {
     pub(crate) fn only_tensor<'a>(&self, xs: &'a [Tensor]) -> Result<&'a Tensor> {
         match xs {
             [xs] => Ok(xs),
-            _ => Err(Error::Argument(format!("{self} takes one tensor, got {}", xs.len())).into()),
+            _ => Err(argument(format!("{self} takes one tensor, got {}", xs.len()))),
         }
     }
 

@@ -3,8 +3,9 @@
 use candle_core::{Result, Shape, Tensor};
 
 use super::{ProcessGroup, dims};
+use crate::error::argument;
 use crate::memory::device::empty;
-use crate::{Error, Message, Operation, P2p, Pending};
+use crate::{Message, Operation, P2p, Pending};
 
 impl ProcessGroup {
     /// Sends and receives a batch of messages; the result holds the received tensors in the order of the `Recv`
@@ -102,7 +103,7 @@ impl ProcessGroup {
         } else {
             return Ok(());
         };
-        Err(Error::Argument(format!("all_to_all of uneven parts: {message}")).into())
+        Err(argument(format!("all_to_all of uneven parts: {message}")))
     }
 
     /// Starts messages, for what the user has called.
@@ -124,8 +125,9 @@ impl ProcessGroup {
             };
             self.check_rank(name, role, peer)?;
             if peer == self.rank() {
-                let message = format!("{name}: {role} {peer} is this rank itself");
-                return Err(Error::Argument(message).into());
+                return Err(argument(format!(
+                    "{name}: {role} {peer} is this rank itself"
+                )));
             }
         }
         if messages.is_empty() {

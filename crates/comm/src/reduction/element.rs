@@ -6,8 +6,9 @@ use candle_core::{
 };
 use half::{bf16, f16};
 
+use crate::error::argument;
 use crate::memory::device::name as device_name;
-use crate::{Error, Operation, ReduceOp};
+use crate::{Operation, ReduceOp};
 
 /// An element type that ranks exchange.
 pub(crate) trait Element: WithDType + Pod {
@@ -137,11 +138,10 @@ macro_rules! with_element {
 pub(crate) use with_element;
 
 pub(crate) fn unsupported(dtype: DType) -> candle_core::Error {
-    Error::Argument(format!(
+    argument(format!(
         "ranks exchange f32, f64, bf16, f16, u8, u32, i16, i32 and i64, not {}",
         dtype.as_str()
     ))
-    .into()
 }
 
 /// An error unless a rank on `device` can exchange `xs`.
@@ -152,19 +152,17 @@ pub(crate) fn check(xs: &Tensor, rank: usize, device: &Device) -> Result<()> {
             true => " opened a second time, with another stream",
             false => "",
         };
-        let message = format!(
+        return Err(argument(format!(
             "rank {rank} exchanges tensors on {own}, its device, got one on {got}{other}\n\
              hint: make tensors on the group's `device()`, or move them there by `to_device`"
-        );
-        return Err(Error::Argument(message).into());
+        )));
     }
     if !xs.is_contiguous() {
-        let message = format!(
+        return Err(argument(format!(
             "a communicator needs contiguous tensors, got shape {:?} with strides {:?}",
             xs.dims(),
             xs.stride()
-        );
-        return Err(Error::Argument(message).into());
+        )));
     }
     check_dtype(xs.dtype())
 }
@@ -189,22 +187,20 @@ pub(crate) fn accumulated(dtype: DType) -> DType {
 /// An error unless `dtype` can be reduced on `device`, if that is what `operation` does.
 pub(crate) fn check_reduces(operation: &Operation, dtype: DType, device: &Device) -> Result<()> {
     if operation.reduce_op() == Some(ReduceOp::Avg) && dtype.is_int() {
-        return Err(Error::Argument(format!(
+        return Err(argument(format!(
             "{operation} of {}: an average of integers is none\nhint: take the sum, or averages of f32 or f64",
             dtype.as_str()
-        ))
-        .into());
+        )));
     }
     if operation.reduce_op().is_some()
         && !device.is_cpu()
         && matches!(dtype, DType::I16 | DType::I32)
     {
-        return Err(Error::Argument(format!(
+        return Err(argument(format!(
             "{operation} of {} works on the CPU only: candle adds and compares no such integers on GPUs\n\
              hint: use i64 or u32",
             dtype.as_str()
-        ))
-        .into());
+        )));
     }
     Ok(())
 }
