@@ -20,19 +20,16 @@ const CIRCLE: Duration = Duration::from_secs(3);
 impl ServedRun {
     /// A rank's connection of this number has closed.
     pub fn lose(&mut self, rank: usize, connection: u64, why: &io::Error, now: Duration) {
-        let is_its_own = |peer: &Peer| peer.connection == connection;
-        if !self.peers[rank].as_ref().is_some_and(is_its_own) {
+        let peer = self.peers[rank].as_mut();
+        let Some(peer) = peer.filter(|peer| peer.connection == connection) else {
             // It has come again before this one was found to be closed.
             return;
-        }
+        };
         if !self.started {
             // It may come again.
             self.peers[rank] = None;
             return;
         }
-        let Some(peer) = &mut self.peers[rank] else {
-            return;
-        };
         if !peer.has_spoken {
             // It may come again, if it has not heard of the start; else it is silent.
             return;
