@@ -67,11 +67,7 @@ pub(super) fn meet_over(
         is_guessable: false,
         ..config(master)
     };
-    let joined = match listener {
-        Some(listener) => Control::join_at(&config, listener),
-        None => Control::join(&config),
-    };
-    match joined {
+    match Control::join_at(&config, listener) {
         Err(error) if !matches!(error, candle_launch::Error::CannotStart(_)) => {
             Err(candle_core::Error::wrap(error))
         }
