@@ -35,5 +35,5 @@ pub use rank_env::{RankEnv, StartedBy};
 pub use secret::Secret;
 pub use signal_pipe::ignore_file_size_signal;
 pub use spoken_wait::{SpokenWait, WaitNotices};
-pub use stop_signals::{StopSignals, before_ending};
+pub use stop_signals::{StopSignals, before_ending, in_time};
 pub use whole_output::{has_no_reader, write_whole};
