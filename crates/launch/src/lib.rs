@@ -1,6 +1,7 @@
 //! Processes as ranks: who am I, starting the others, meeting them, and noticing when one is gone.
 #![deny(unsafe_code)]
 
+mod circle;
 mod control;
 mod error;
 mod fingerprint;
@@ -17,6 +18,7 @@ mod spoken_wait;
 mod stop_signals;
 mod whole_output;
 
+pub use circle::circle;
 pub use control::{
     Control, ControlConfig, Failure, FailureKind, Operation, RankGroup, Ticket, Verdict,
     end_process, print_aside, print_in_time,

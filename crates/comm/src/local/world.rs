@@ -8,6 +8,7 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use candle_core::Device;
+use candle_launch::circle;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::LocalConfig;
@@ -121,26 +122,12 @@ impl WorldState {
 
     /// Ranks, this one among them, that wait for each other in a circle, and the collectives that they wait for.
     fn cycle(&self, rank: usize) -> Option<Vec<(usize, SlotId)>> {
-        let mut path = vec![(rank, self.awaited(rank))];
-        let mut is_seen = vec![false; self.ranks.len()];
-        while let Some((_, awaited)) = path.last_mut() {
-            let Some(next) = awaited.pop() else {
-                path.pop();
-                continue;
-            };
-            if next == rank {
-                let ranks = path.iter().map(|(rank, _)| *rank);
-                let mut ranks: Vec<_> = ranks
-                    .filter_map(|rank| Some((rank, self.only_waits_for(rank)?)))
-                    .collect();
-                ranks.sort_unstable();
-                return Some(ranks);
-            }
-            if !std::mem::replace(&mut is_seen[next], true) {
-                path.push((next, self.awaited(next)));
-            }
-        }
-        None
+        let ranks = circle([rank], self.ranks.len(), |rank| self.awaited(rank))?;
+        // Of a circle without this one its own ranks tell.
+        let waits = ranks.contains(&rank).then(|| ranks.into_iter())?;
+        waits
+            .map(|rank| Some((rank, self.only_waits_for(rank)?)))
+            .collect()
     }
 
     fn check_alive(&self, waiting: usize, call: &Call) -> Result<(), Error> {
