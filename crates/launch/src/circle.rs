@@ -1,7 +1,7 @@
 //! Ranks that wait for each other.
 
-/// Ranks, among `num_ranks`, each of which waits for another one in a circle, in their order: the first that is found from one of `firsts`. `awaited` says for
-/// whom a rank waits.
+/// The first circle of ranks that is found from one of `firsts`: each of them waits for another one of it. They ascend,
+/// and are below `num_ranks`. `awaited` says for whom a rank waits.
 pub fn circle(
     firsts: impl IntoIterator<Item = usize>,
     num_ranks: usize,

@@ -87,7 +87,7 @@ impl Control {
             .map_err(|error| Error::Join(format!("rank 0 cannot listen on {host}: {error}")))
     }
 
-    /// Joins, if a listener is given as rank 0 that serves there: its address the other ranks get in any way as their `master`.
+    /// Joins; with a listener as rank 0 that serves there, whose address the other ranks get in any way as their `master`.
     ///
     /// # Errors
     /// As [`join`](Self::join).

@@ -99,8 +99,8 @@ pub fn before_ending(clean: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// What `work` gives within this time, on a thread of this name, which goes on if it takes longer: a folder may not answer, say, and a signal
-/// has its effect all the same.
+/// What `work` gives within this time, on a thread of this name, which goes on if that takes longer: a folder may not
+/// answer, say, and a signal has its effect all the same.
 pub fn in_time<T: Send + 'static>(
     name: &str,
     limit: Duration,

@@ -157,7 +157,8 @@ fn of_own(failure: &RankEnd, sentence: String, who: &str) -> Outcome {
     }
 }
 
-/// Ranks ended because of a peer, and none failed by itself: it is stopped or late, say, or its end came after what they said of it.
+/// Ranks ended because of a peer, and none failed by itself: it is stopped or late, say, or its end came after what they
+/// said of it.
 fn of_peer(failure: &RankEnd, hosts: &[HostPlan]) -> Outcome {
     let (place, end) = (place(failure, hosts), failure.end);
     let why = match failure.peer_to_blame() {
