@@ -316,8 +316,25 @@ impl World {
                 Ok(Polled::Missing(missing)) => missing,
                 Err(error) => break Err(error),
             };
-            if let Err(error) = self.check_waiting(&state, (rank, call), &missing, &deadline) {
+            if let Err(error) = state.check_alive(rank, call) {
                 break Err(error);
+            }
+            if let Some(left) = missing.iter().find(|rank| state.ranks[**rank].left) {
+                break Err(Error::PeerLeft {
+                    waiting: rank,
+                    call: call.to_string(),
+                    rank: *left,
+                    report: state.last_operations(),
+                });
+            }
+            if deadline.is_over() {
+                break Err(Error::Deadline {
+                    waiting: rank,
+                    call: call.to_string(),
+                    secs: self.deadline.as_secs_f64(),
+                    missing: rank_list(&missing),
+                    report: state.last_operations(),
+                });
             }
             state.ranks[rank].num_waiting += 1;
             state.ranks[rank].waits_for = slot;
@@ -348,35 +365,6 @@ impl World {
         self.make_current(rank)
             .map_err(|error| Error::Argument(format!("{call}: {error}")))?;
         found
-    }
-
-    /// An error if there is nothing to wait for any more.
-    fn check_waiting(
-        &self,
-        state: &WorldState,
-        (waiting, call): (usize, &Call),
-        missing: &[usize],
-        deadline: &Deadline,
-    ) -> Result<(), Error> {
-        state.check_alive(waiting, call)?;
-        if let Some(left) = missing.iter().find(|rank| state.ranks[**rank].left) {
-            return Err(Error::PeerLeft {
-                waiting,
-                call: call.to_string(),
-                rank: *left,
-                report: state.last_operations(),
-            });
-        }
-        if deadline.is_over() {
-            return Err(Error::Deadline {
-                waiting,
-                call: call.to_string(),
-                secs: self.deadline.as_secs_f64(),
-                missing: rank_list(missing),
-                report: state.last_operations(),
-            });
-        }
-        Ok(())
     }
 
     /// Sleeps for 0 to 2 ms if delays are injected. The same seed gives each rank the same delays.
