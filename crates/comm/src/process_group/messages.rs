@@ -5,6 +5,7 @@ use candle_core::{Result, Shape, Tensor};
 use super::{ProcessGroup, dims};
 use crate::error::argument;
 use crate::memory::device::empty;
+use crate::operation::with_rows;
 use crate::{Message, Operation, P2p, Pending};
 
 impl ProcessGroup {
@@ -52,11 +53,7 @@ impl ProcessGroup {
             parts.push(xs.detach().narrow(0, start, *size)?);
             start += size;
         }
-        let with_rows = |num_rows| {
-            let mut dims = xs.dims().to_vec();
-            dims[0] = num_rows;
-            Shape::from(dims)
-        };
+        let with_rows = |num_rows| Shape::from(with_rows(xs.shape(), num_rows));
         let mut ops = Vec::new();
         for peer in (0..self.world_size()).filter(|peer| *peer != rank) {
             let (xs, dst, dtype) = (&parts[peer], peer, xs.dtype());
