@@ -179,12 +179,18 @@ fn of_host(loss: &HostLoss, hosts: &[HostPlan]) -> Outcome {
     Outcome::last(LOST_HOST_EXIT_CODE, Some(describe_host(loss, hosts)))
 }
 
-/// What happened to a host that was lost, or that cannot start its ranks.
+/// What happened to a host that was lost, or that cannot start its ranks: `lost host node2 with ranks 2 to 3: no
+/// answer`.
 pub(super) fn describe_host(loss: &HostLoss, hosts: &[HostPlan]) -> String {
     let plan = &hosts[loss.host];
-    let sentence = match loss.is_refusal {
-        true => format!("host {}: {}", plan.host, loss.detail),
-        false => describe_loss(plan, &loss.detail),
+    let (host, detail, first) = (&plan.host, &loss.detail, plan.first_rank);
+    let sentence = match (loss.is_refusal, plan.num_ranks) {
+        (true, _) => format!("host {host}: {detail}"),
+        (false, 1) => format!("lost host {host} with rank {first}: {detail}"),
+        (false, number) => {
+            let last = first + number - 1;
+            format!("lost host {host} with ranks {first} to {last}: {detail}")
+        }
     };
     let hint = (plan.via.is_some() && !loss.is_refusal).then_some(
         "try the same command by hand, with `true` instead of the agent; --dry-run prints it",
@@ -207,18 +213,6 @@ fn with_details(sentence: String, who: &str, last_lines: &[String], hint: Option
 pub(super) fn place(failure: &RankEnd, hosts: &[HostPlan]) -> String {
     let host = &hosts[failure.host].host;
     format!("rank {} (host {host}, pid {})", failure.rank, failure.pid)
-}
-
-/// `lost host node2 with ranks 2 to 3: no answer`
-fn describe_loss(plan: &HostPlan, detail: &str) -> String {
-    let (host, first) = (&plan.host, plan.first_rank);
-    match plan.num_ranks {
-        1 => format!("lost host {host} with rank {first}: {detail}"),
-        number => {
-            let last = first + number - 1;
-            format!("lost host {host} with ranks {first} to {last}: {detail}")
-        }
-    }
 }
 
 /// The sentence for a run that a signal ended.
