@@ -167,7 +167,10 @@ impl Operation {
     pub(crate) fn only_tensor<'a>(&self, xs: &'a [Tensor]) -> Result<&'a Tensor> {
         match xs {
             [xs] => Ok(xs),
-            _ => Err(argument(format!("{self} takes one tensor, got {}", xs.len()))),
+            _ => Err(argument(format!(
+                "{self} takes one tensor, got {}",
+                xs.len()
+            ))),
         }
     }
 

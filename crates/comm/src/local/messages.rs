@@ -35,7 +35,7 @@ impl LocalCommunicator {
         let to_send = |(dst, xs): (usize, &Tensor)| {
             let copy = copy(xs, self.world.device(self.members[dst]))?;
             let (tensor, site) = (GivenAway::new(copy), request.call.site);
-            let arrival = Instant::now() + self.world.latency;
+            let arrival = Instant::now() + self.world.config.latency;
             Ok((
                 dst,
                 Sent {
@@ -109,7 +109,10 @@ impl Work for BatchInFlight {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         let (world, rank) = (&self.comm.world, self.comm.world_rank());
         let received = world.wait(rank, &self.call, None, |_| self.poll())?;
-        let sent = self.letterboxes.iter().filter_map(|letterbox| letterbox.get());
+        let sent = self
+            .letterboxes
+            .iter()
+            .filter_map(|letterbox| letterbox.get());
         if let Some(last) = sent.map(|sent| sent.arrival).max() {
             std::thread::sleep(last.saturating_duration_since(Instant::now()));
         }

@@ -24,11 +24,8 @@ use crate::{Error, Request, message_of};
 /// What all ranks share. One lock guards all bookkeeping, so there is no lock order to keep; each rank sleeps on a
 /// condition variable of its own, so that an operation wakes the ranks of its group only.
 pub(crate) struct World {
-    deadline: Duration,
-    pub(super) abort_after: Duration,
-    delays: Option<u64>,
-    /// How long messages are on their way.
-    pub(super) latency: Duration,
+    pub(super) config: LocalConfig,
+    /// One for each rank.
     devices: Vec<Device>,
     /// Beside that of all ranks.
     pub(super) num_groups: AtomicI64,
@@ -183,7 +180,7 @@ impl World {
     ///
     /// # Errors
     /// Devices that the ranks cannot have.
-    pub(crate) fn new(config: &LocalConfig) -> candle_core::Result<Arc<Self>> {
+    pub(crate) fn new(config: LocalConfig) -> candle_core::Result<Arc<Self>> {
         let devices = config.device_of_each()?;
         let ranks = 0..config.world_size;
         let state = WorldState {
@@ -193,10 +190,7 @@ impl World {
             channels: HashMap::new(),
         };
         Ok(Arc::new(Self {
-            deadline: config.deadline,
-            abort_after: config.abort_after,
-            delays: config.delays,
-            latency: config.latency,
+            config,
             devices,
             num_groups: AtomicI64::new(0),
             state: Mutex::new(state),
@@ -305,7 +299,7 @@ impl World {
         slot: Option<SlotId>,
         mut poll: impl FnMut(&mut WorldState) -> Result<Polled<T>, Error>,
     ) -> Result<T, Error> {
-        let mut deadline = Deadline::new(self.deadline);
+        let mut deadline = Deadline::new(self.config.deadline);
         let mut state = self.lock();
         state.note_thread(rank);
         // Ranks that are seen to wait for each other, and how long this wait had lasted then.
@@ -331,7 +325,7 @@ impl World {
                 break Err(Error::Deadline {
                     waiting: rank,
                     call: call.to_string(),
-                    secs: self.deadline.as_secs_f64(),
+                    secs: self.config.deadline.as_secs_f64(),
                     missing: rank_list(&missing),
                     report: state.last_operations(),
                 });
@@ -369,7 +363,9 @@ impl World {
 
     /// Sleeps for 0 to 2 ms if delays are injected. The same seed gives each rank the same delays.
     pub(super) fn delay(&self, rank: usize) {
-        let Some(seed) = self.delays else { return };
+        let Some(seed) = self.config.delays else {
+            return;
+        };
         let number = {
             let mut state = self.lock();
             state.ranks[rank].num_delays += 1;

@@ -87,7 +87,14 @@ impl InScope {
 
 impl fmt::Display for InScope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (place, Scope { what, block, number }) = (self.number, self.scope);
+        let (
+            place,
+            Scope {
+                what,
+                block,
+                number,
+            },
+        ) = (self.number, self.scope);
         write!(f, "{what} {number} of block {block}, collective {place}")
     }
 }

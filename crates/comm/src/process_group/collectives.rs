@@ -265,7 +265,9 @@ impl ProcessGroup {
             }
             _ => return Ok(()),
         };
-        Err(argument(format!("{name}(root {root}, sizes {sizes:?}): {message}")))
+        Err(argument(format!(
+            "{name}(root {root}, sizes {sizes:?}): {message}"
+        )))
     }
 
     /// Starts a [`barrier`](Self::barrier): the wait returns once every rank of the group has started it.

@@ -69,13 +69,7 @@ macro_rules! element {
             }
         }
     };
-    (float $ty:ident $variant:ident) => {
-        element!(arithmetic $ty, $variant, $ty, |x| x, |x| x);
-    };
-    (half $ty:ident $variant:ident) => {
-        element!(arithmetic $ty, $variant, f32, $ty::to_f32, $ty::from_f32);
-    };
-    (arithmetic $ty:ty, $variant:ident, $acc:ident, $widen:expr, $round:expr) => {
+    (float $ty:ident $variant:ident, in $acc:ident by $widen:expr, $round:expr) => {
         element!(
             $ty,
             $variant,
@@ -112,10 +106,10 @@ macro_rules! first_or_nan {
     };
 }
 
-element!(float f32 F32);
-element!(float f64 F64);
-element!(half bf16 BF16);
-element!(half f16 F16);
+element!(float f32 F32, in f32 by |x| x, |x| x);
+element!(float f64 F64, in f64 by |x| x, |x| x);
+element!(float bf16 BF16, in f32 by bf16::to_f32, bf16::from_f32);
+element!(float f16 F16, in f32 by f16::to_f32, f16::from_f32);
 element!(integer u8 U8, u32 U32, i16 I16, i32 I32, i64 I64);
 
 /// Calls `$run::<T>($arg, ..)` with the element type of `$dtype`.

@@ -104,7 +104,10 @@ impl Failures {
             let first = own
                 .into_iter()
                 .min_by_key(|rank| rank.last_lines.is_empty());
-            return first.map(|first| of_all(first, num_ranks));
+            return first.map(|first| {
+                let sentence = format!("all {num_ranks} ranks failed: {}", first.end);
+                of_own(first, sentence, "they")
+            });
         }
         let rank = own.into_iter().min_by_key(|rank| rank.ended_at);
         let is_by_mpi = |loss: &HostLoss| layout.mpi.is_some() && is_after_words(loss.lost_at);
@@ -140,12 +143,7 @@ fn of_rank(failure: &RankEnd, hosts: &[HostPlan]) -> Outcome {
     of_own(failure, sentence, "it")
 }
 
-/// All ranks failed by themselves in the same way as this one.
-fn of_all(failure: &RankEnd, num_ranks: usize) -> Outcome {
-    let sentence = format!("all {num_ranks} ranks failed: {}", failure.end);
-    of_own(failure, sentence, "they")
-}
-
+/// This rank failed by itself, as others did if there are several.
 fn of_own(failure: &RankEnd, sentence: String, who: &str) -> Outcome {
     let hint = (failure.end == End::Killed(9)).then_some(
         "SIGKILL comes from a user, a batch system or the kernel, which kills when memory runs out: see `dmesg`",

@@ -178,7 +178,11 @@ fn a_rank_whose_rank_0_is_stopped_says_so() {
 fn a_rank_of_another_version_is_named_on_all_ranks() {
     let (listener, port) = free_listener();
     std::thread::scope(|scope| {
-        let zero = scope.spawn(|| Control::join_at(&config(0, 2, port), Some(listener)).err().unwrap());
+        let zero = scope.spawn(|| {
+            Control::join_at(&config(0, 2, port), Some(listener))
+                .err()
+                .unwrap()
+        });
         let hello =
             r#"{"rank": 1, "world_size": 2, "host": "b", "pid": 7, "fingerprint": [], "new": 1}"#;
         let mut stream = shake_hands(port, "secret", 6).unwrap();
