@@ -38,18 +38,9 @@ mod tests {
     fn there_and_back() {
         let elements = [1.5f64, -0.0, f64::NAN];
         let back = to_elements::<f64>(of(&elements), 3).unwrap();
-        assert_eq!(back.map_bits(), elements.to_vec().map_bits());
+        let bits = |xs: &[f64]| xs.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&back), bits(&elements));
         assert!(to_elements::<f64>(of(&elements), 2).is_none());
         assert!(to_elements::<u8>(&[], 0).unwrap().is_empty());
-    }
-
-    trait MapBits {
-        fn map_bits(&self) -> Vec<u64>;
-    }
-
-    impl MapBits for Vec<f64> {
-        fn map_bits(&self) -> Vec<u64> {
-            self.iter().map(|x| x.to_bits()).collect()
-        }
     }
 }
