@@ -9,7 +9,7 @@ use candle_core::{Device, Result, bail};
 use candle_launch::THREADS_HINT;
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
-use crate::Error;
+use crate::error::argument;
 use crate::memory::adopted::allocate_for;
 use crate::memory::device::make_current;
 
@@ -115,8 +115,8 @@ fn set_candle_threads() -> bool {
 /// Runs a rank; that it panics is an error. What it leaves behind then is never looked at.
 pub(crate) fn catch_panic<T>(run: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
-        let message = format!("panicked: {}", panic_message(&*panic));
-        Err(Error::Argument(message).into())
+        let panic = panic_message(&*panic);
+        Err(argument(format!("panicked: {panic}")))
     })
 }
 

@@ -146,6 +146,11 @@ impl From<Error> for candle_core::Error {
     }
 }
 
+/// The error about an argument that this rank alone can tell is wrong.
+pub(crate) fn argument(message: impl Into<String>) -> candle_core::Error {
+    Error::Argument(message.into()).into()
+}
+
 /// The sentences of an error without the backtraces that candle adds when RUST_BACKTRACE is set: outermost context first,
 /// one line each.
 pub fn message_of(error: &candle_core::Error) -> String {

@@ -15,8 +15,9 @@ use candle_core::{Device, Result};
 use candle_launch::THREADS_HINT;
 
 use crate::cores::{catch_panic, keep_candle_from_threads, num_cores, pool_of_rank};
+use crate::error::argument;
 use crate::local::{LocalCommunicator, World};
-use crate::{Backend, Error, LocalConfig, ProcessGroup, RunConfig};
+use crate::{Backend, LocalConfig, ProcessGroup, RunConfig};
 
 pub use cannot_start::cannot_start;
 #[cfg(feature = "mpi")]
@@ -96,22 +97,19 @@ pub fn threads_with<T: Send>(
     run: impl Fn(ProcessGroup) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     if config.world_size == 0 {
-        return Err(
-            Error::Argument("a run needs at least one rank, got world_size 0".into()).into(),
-        );
+        return Err(argument("a run needs at least one rank, got world_size 0"));
     }
     if config.world_size > 1 && config.devices.iter().all(Device::is_cpu) {
         keep_candle_from_threads();
     }
-    let world = World::new(&config)?;
+    let (world_size, given) = (config.world_size, config.threads_per_rank);
+    let threads_per_rank = given.unwrap_or(num_cores() / world_size);
+    let world = World::new(config)?;
     // Tensors that ranks return or leave behind may be freed on this thread, which takes a current context.
     world.make_current(0)?;
-    let threads_per_rank = config
-        .threads_per_rank
-        .unwrap_or(num_cores() / config.world_size);
     let results: Vec<Option<T>> = scope(|scope| {
         let mut handles = Vec::new();
-        for rank in 0..config.world_size {
+        for rank in 0..world_size {
             let (thread_world, run) = (world.clone(), &run);
             let pool = pool_of_rank(rank, threads_per_rank, world.device(rank));
             let spawned = pool.map_err(std::io::Error::other).and_then(|pool| {
@@ -123,7 +121,7 @@ pub fn threads_with<T: Send>(
                 Err(error) => {
                     let message =
                         format!("its threads could not be started: {error}\n{THREADS_HINT}");
-                    world.fail(rank, &Error::Argument(message).into());
+                    world.fail(rank, &argument(message));
                     break;
                 }
             }

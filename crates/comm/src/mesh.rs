@@ -7,7 +7,8 @@
 
 use candle_core::Result;
 
-use crate::{Error, ProcessGroup};
+use crate::ProcessGroup;
+use crate::error::argument;
 
 /// The number of parts along each axis of a [`Mesh`](crate::Mesh): `Degrees { dp: 2, ..Degrees::default() }`, as later versions have more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -156,8 +157,4 @@ fn axis(world: &ProcessGroup, degree: usize, stride: usize) -> Result<ProcessGro
     }
     let color = rank / (stride * degree) * stride + rank % stride;
     world.split(color, rank)
-}
-
-fn argument(message: String) -> candle_core::Error {
-    Error::Argument(message).into()
 }

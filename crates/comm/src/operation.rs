@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Shape, Tensor};
 
-use crate::Error;
+use crate::error::argument;
 
 /// How a reduction combines the values of the ranks: elementwise, and pairwise by rank number. Ranks 0 and 1 are combined, 2 and 3,
 /// then the two results, and so on; five ranks give `((0+1)+(2+3))+4`.
@@ -167,30 +167,26 @@ impl Operation {
     pub(crate) fn only_tensor<'a>(&self, xs: &'a [Tensor]) -> Result<&'a Tensor> {
         match xs {
             [xs] => Ok(xs),
-            _ => Err(Error::Argument(format!("{self} takes one tensor, got {}", xs.len())).into()),
+            _ => Err(argument(format!(
+                "{self} takes one tensor, got {}",
+                xs.len()
+            ))),
         }
     }
 
     /// On a tensor of what shape ranks must agree for one of them to bring one of `shape`: with all rows if each brings some.
     pub(crate) fn shape_of_all(&self, shape: &Shape) -> Shape {
-        let mut dims = shape.dims().to_vec();
-        if let (Self::Scatter { sizes, .. } | Self::Gather { sizes, .. }, Some(dim)) =
-            (self, dims.first_mut())
-        {
-            *dim = sizes.iter().sum();
+        match self {
+            Self::Scatter { sizes, .. } | Self::Gather { sizes, .. } => {
+                with_rows(shape, sizes.iter().sum()).into()
+            }
+            _ => shape.clone(),
         }
-        dims.into()
     }
 
     /// The dims of what it brings to, and gives, `rank` of `world_size` ranks that agree on `shape`.
     fn dims_of(&self, shape: &Shape, world_size: usize, rank: usize) -> [Vec<usize>; 2] {
-        let with_rows = |num_rows: usize| {
-            let mut dims = shape.dims().to_vec();
-            if let Some(dim) = dims.first_mut() {
-                *dim = num_rows;
-            }
-            dims
-        };
+        let with_rows = |num_rows: usize| with_rows(shape, num_rows);
         let (all, num_rows) = (
             shape.dims().to_vec(),
             shape.dims().first().copied().unwrap_or(1),
@@ -218,6 +214,15 @@ impl Operation {
         let [_, output] = self.dims_of(shape, world_size, rank);
         output
     }
+}
+
+/// The dims of a shape, but with so many rows, if it has dims.
+pub(crate) fn with_rows(shape: &Shape, num_rows: usize) -> Vec<usize> {
+    let mut dims = shape.dims().to_vec();
+    if let Some(dim) = dims.first_mut() {
+        *dim = num_rows;
+    }
+    dims
 }
 
 impl std::fmt::Display for Operation {

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use candle_core::{Device, Result, Tensor};
 use candle_launch::Control;
 
+use crate::error::argument;
 use crate::process_group::unconnected::Unconnected;
 use crate::process_group::watch::Watch;
 use crate::reduction::element;
@@ -173,9 +174,8 @@ impl ProcessGroup {
     #[track_caller]
     fn ranks_of_color(&self, color: usize, key: usize, own: i64) -> Result<(Vec<usize>, Vec<i64>)> {
         let number = |number: usize| {
-            i64::try_from(number).map_err(|_| {
-                Error::Argument(format!("split: {number} is too large a color or key"))
-            })
+            let too_large = || format!("split: {number} is too large a color or key");
+            i64::try_from(number).map_err(|_| argument(too_large()))
         };
         let mine = Tensor::new(&[[number(color)?, number(key)?, own]], self.device())?;
         let all = self.start_as("split", &Operation::Split, &[mine], None)?;
@@ -319,10 +319,9 @@ impl ProcessGroup {
             return Ok(());
         }
         let world_size = self.world_size();
-        Err(Error::Argument(format!(
+        Err(argument(format!(
             "{operation}: {role} {rank} is not a rank of a group of world_size {world_size}"
-        ))
-        .into())
+        )))
     }
 }
 

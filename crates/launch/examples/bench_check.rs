@@ -61,10 +61,7 @@ fn config(rank: usize, world_size: usize, port: u16) -> ControlConfig {
 
 /// The time of one check, as this rank sees it.
 fn checks(config: &ControlConfig, listener: Option<TcpListener>) -> Result<Duration> {
-    let control = match listener {
-        Some(listener) => Control::join_at(config, listener)?,
-        None => Control::join(config)?,
-    };
+    let control = Control::join_at(config, listener)?;
     control.gather("start", &[])?;
     let begun = Instant::now();
     for round in 0..ROUNDS {

@@ -73,7 +73,7 @@ impl Control {
     /// Ranks that do not come in time, and ranks that do not belong together: two with the same number, or one with another
     /// world size, fingerprint or version than rank 0, which ends the start of the run on all ranks.
     pub fn join(config: &ControlConfig) -> Result<Arc<Self>> {
-        Self::new(config, None)
+        Self::join_at(config, None)
     }
 
     /// A listener for rank 0 at a free port of what `host`, its own name, means to the other ranks.
@@ -87,15 +87,11 @@ impl Control {
             .map_err(|error| Error::Join(format!("rank 0 cannot listen on {host}: {error}")))
     }
 
-    /// Joins as rank 0 that serves at `listener`, whose address the other ranks get in any way as their `master`.
+    /// Joins; with a listener as rank 0 that serves there, whose address the other ranks get in any way as their `master`.
     ///
     /// # Errors
     /// As [`join`](Self::join).
-    pub fn join_at(config: &ControlConfig, listener: TcpListener) -> Result<Arc<Self>> {
-        Self::new(config, Some(listener))
-    }
-
-    fn new(config: &ControlConfig, listener: Option<TcpListener>) -> Result<Arc<Self>> {
+    pub fn join_at(config: &ControlConfig, listener: Option<TcpListener>) -> Result<Arc<Self>> {
         let (link, server) = joining::join(config, listener)?;
         let control = Arc::new(Self {
             link,

@@ -1,6 +1,7 @@
 //! Processes as ranks: who am I, starting the others, meeting them, and noticing when one is gone.
 #![deny(unsafe_code)]
 
+mod circle;
 mod control;
 mod error;
 mod fingerprint;
@@ -17,6 +18,7 @@ mod spoken_wait;
 mod stop_signals;
 mod whole_output;
 
+pub use circle::circle;
 pub use control::{
     Control, ControlConfig, Failure, FailureKind, Operation, RankGroup, Ticket, Verdict,
     end_process, print_aside, print_in_time,
@@ -35,5 +37,5 @@ pub use rank_env::{RankEnv, StartedBy};
 pub use secret::Secret;
 pub use signal_pipe::ignore_file_size_signal;
 pub use spoken_wait::{SpokenWait, WaitNotices};
-pub use stop_signals::{StopSignals, before_ending};
+pub use stop_signals::{StopSignals, before_ending, in_time};
 pub use whole_output::{has_no_reader, write_whole};

@@ -99,8 +99,9 @@ pub fn before_ending(clean: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// What `work` gives within this time, on a thread of this name: a folder may not answer, and the signal has its effect all the same.
-fn in_time<T: Send + 'static>(
+/// What `work` gives within this time, on a thread of this name, which goes on if that takes longer: a folder may not
+/// answer, say, and a signal has its effect all the same.
+pub fn in_time<T: Send + 'static>(
     name: &str,
     limit: Duration,
     work: impl FnOnce() -> T + Send + 'static,

@@ -1,11 +1,9 @@
 //! What keeps a rank from meeting the others is said once for all of them.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::channel;
-use std::thread::Builder;
 use std::time::Duration;
 
-use candle_launch::{Control, ControlConfig, Error, RankEnv, Result};
+use candle_launch::{Control, ControlConfig, Error, RankEnv, Result, in_time};
 
 /// How long this rank waits for the others to hear it.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -54,19 +52,14 @@ pub fn cannot_start(env: &RankEnv, why: &str, say: impl FnOnce(&str)) {
 
 /// Tells the others, and returns what all ranks now know.
 fn told_in_time(env: &RankEnv, why: &str) -> Option<String> {
-    let (told, outcome) = channel();
     let limit = match env.rank() {
         0 => PATIENCE + ANSWER,
         _ => PATIENCE,
     };
     let (env, why) = (env.clone(), why.to_string());
     // MPI_Init waits for all ranks, which this one cannot.
-    let spawned = Builder::new()
-        .name("cannot-start".into())
-        .spawn(move || told.send(tell(&env, why)));
-    let outcome = spawned.ok().map(|_| outcome.recv_timeout(limit));
-    match outcome {
-        Some(Ok(Err(Error::CannotStart(of_all)))) => Some(of_all),
+    match in_time("cannot-start", limit, move || tell(&env, why))? {
+        Err(Error::CannotStart(of_all)) => Some(of_all),
         _ => None,
     }
 }

@@ -11,7 +11,7 @@ use candle_launch::{ControlConfig, RankEnv, Secret};
 #[cfg(feature = "nccl")]
 use crate::RunConfig;
 #[cfg(feature = "mpi")]
-use crate::{Error, ProcessGroup};
+use crate::{ProcessGroup, error::argument};
 
 /// Where ranks of one host meet that no launcher has told.
 const LOOPBACK: &str = "127.0.0.1";
@@ -60,18 +60,14 @@ pub(super) fn meet_over(
         Some(((host, port.parse().ok()?), secret))
     });
     let Some((master, secret)) = meeting else {
-        return Err(Error::Argument("rank 0 did not say where the ranks meet".into()).into());
+        return Err(argument("rank 0 did not say where the ranks meet"));
     };
     let config = ControlConfig {
         secret: secret.into(),
         is_guessable: false,
         ..config(master)
     };
-    let joined = match listener {
-        Some(listener) => Control::join_at(&config, listener),
-        None => Control::join(&config),
-    };
-    match joined {
+    match Control::join_at(&config, listener) {
         Err(error) if !matches!(error, candle_launch::Error::CannotStart(_)) => {
             Err(candle_core::Error::wrap(error))
         }

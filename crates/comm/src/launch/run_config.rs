@@ -8,8 +8,9 @@ use candle_core::{Device, Result};
 use candle_launch::{ControlConfig, Fingerprint, RankEnv, StartedBy};
 
 use crate::cores::keep_candle_from_threads;
+use crate::error::argument;
 use crate::local::ABORT_AFTER;
-use crate::{Backend, Degrees, Error, HalfSums};
+use crate::{Backend, Degrees, HalfSums};
 
 /// How this process takes part in a run; see [`launch::run`](crate::launch::run).
 #[derive(Debug, Clone)]
@@ -167,7 +168,7 @@ impl RunConfig {
                 )
             }
         };
-        Err(Error::Argument(message).into())
+        Err(argument(message))
     }
 
     /// The error about a backend that this build does not have.
@@ -187,9 +188,8 @@ impl RunConfig {
             }
             _ => "build with `--features nccl`",
         };
-        Error::Argument(format!(
+        argument(format!(
             "the backend {backend} is not in this build{why}\nhint: {hint}"
         ))
-        .into()
     }
 }

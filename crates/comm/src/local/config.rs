@@ -4,11 +4,12 @@ use std::time::Duration;
 
 use candle_core::{Device, Result};
 
+use crate::Degrees;
 use crate::cores::num_cores;
+use crate::error::argument;
 #[cfg(feature = "cuda")]
 use crate::memory::device::has_a_stream;
 use crate::memory::device::name;
-use crate::{Degrees, Error};
 
 /// Longer than ranks take that notice, on a machine with much else to do.
 pub(crate) const ABORT_AFTER: Duration = Duration::from_secs(10);
@@ -55,10 +56,9 @@ impl LocalConfig {
     /// A degree is 0, or their product overflows.
     pub fn for_mesh(degrees: &Degrees) -> Result<Self> {
         let Some(world_size) = degrees.world_size().filter(|&world_size| world_size > 0) else {
-            return Err(Error::Argument(format!(
+            return Err(argument(format!(
                 "{degrees} is not a number of ranks: every degree must be at least 1"
-            ))
-            .into());
+            )));
         };
         Ok(Self {
             threads_per_rank: Some((num_cores() * degrees.pp / world_size).max(1)),
@@ -78,12 +78,11 @@ impl LocalConfig {
         for device in devices {
             check(device)?;
             if device.is_cpu() != devices[0].is_cpu() {
-                return Err(Error::Argument(format!(
+                return Err(argument(format!(
                     "the ranks of a run are all on the CPU or all on GPUs, got {} and {}",
                     name(&devices[0]),
                     name(device)
-                ))
-                .into());
+                )));
             }
         }
         let in_turn = devices.iter().cycle();
@@ -103,7 +102,7 @@ fn check(device: &Device) -> Result<()> {
         ),
         Device::Metal(_) => format!("the local backend has no {}", name(device)),
     };
-    Err(Error::Argument(message).into())
+    Err(argument(message))
 }
 
 impl Default for LocalConfig {

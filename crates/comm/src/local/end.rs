@@ -21,7 +21,7 @@ impl World {
     /// [`LocalConfig::abort_after`](crate::LocalConfig::abort_after) the process ends.
     pub(crate) fn wait_for_ends(&self, num_ranks: usize) {
         let mut state = self.lock();
-        let mut since_failure = Deadline::new(self.abort_after);
+        let mut since_failure = Deadline::new(self.config.abort_after);
         let mut is_printed = false;
         loop {
             let running = state.running(num_ranks);
@@ -50,7 +50,7 @@ impl World {
         format!(
             "{failure}; {} may take {:.0} s more to end, then the process ends\n",
             rank_list(running),
-            self.abort_after.saturating_sub(waited).as_secs_f64()
+            self.config.abort_after.saturating_sub(waited).as_secs_f64()
         )
     }
 
@@ -58,7 +58,7 @@ impl World {
         format!(
             "error: {} did not end within {} s after another rank had failed, so the process ends; the last operation of each:\n{}\n{}\n",
             rank_list(running),
-            self.abort_after.as_secs_f64(),
+            self.config.abort_after.as_secs_f64(),
             state.last_operations(),
             state.first_failure()
         )

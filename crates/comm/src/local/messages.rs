@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{Result, Tensor};
 
 use super::LocalCommunicator;
 use super::channel::{Letterbox, Sent};
@@ -14,19 +14,12 @@ use crate::operation::call::{Call, kind};
 use crate::operation::pending::Work;
 use crate::{Error, Message, Pending, Request};
 
-/// A started receive.
-struct Recv {
-    src: usize,
-    shape: Shape,
-    dtype: DType,
-    letterbox: Letterbox,
-}
-
-/// The receives of a started batch. Who drops them drops their messages.
+/// A started batch that receives something. Who drops it drops its messages.
 struct BatchInFlight {
     comm: LocalCommunicator,
     call: Call,
-    recvs: Vec<Recv>,
+    /// One for each receive.
+    letterboxes: Vec<Letterbox>,
 }
 
 impl LocalCommunicator {
@@ -42,7 +35,7 @@ impl LocalCommunicator {
         let to_send = |(dst, xs): (usize, &Tensor)| {
             let copy = copy(xs, self.world.device(self.members[dst]))?;
             let (tensor, site) = (GivenAway::new(copy), request.call.site);
-            let arrival = Instant::now() + self.world.latency;
+            let arrival = Instant::now() + self.world.config.latency;
             Ok((
                 dst,
                 Sent {
@@ -63,26 +56,22 @@ impl LocalCommunicator {
         for (dst, sent) in sent {
             channels.entry((group, rank, dst)).or_default().send(sent);
         }
-        let recvs = messages.iter().filter_map(|message| match message {
-            Message::Send { .. } => None,
-            Message::Recv { shape, dtype, src } => Some(Recv {
-                src: *src,
-                shape: shape.clone(),
-                dtype: *dtype,
-                letterbox: channels
-                    .entry((group, *src, rank))
-                    .or_default()
-                    .start_recv(),
-            }),
+        let receives = request.operation.receives();
+        let letterboxes = receives.map(|(.., src)| {
+            let channel = channels.entry((group, src, rank)).or_default();
+            channel.start_recv()
         });
-        let recvs: Vec<Recv> = recvs.collect();
+        let letterboxes: Vec<Letterbox> = letterboxes.collect();
         drop(state);
         self.world.notify(&receivers);
-        if recvs.is_empty() {
+        if letterboxes.is_empty() {
             return Ok(Pending::ready(Vec::new()));
         }
-        let (comm, call) = (self.clone(), request.call.clone());
-        Ok(Pending::from_work(BatchInFlight { comm, call, recvs }))
+        Ok(Pending::from_work(BatchInFlight {
+            comm: self.clone(),
+            call: request.call.clone(),
+            letterboxes,
+        }))
     }
 }
 
@@ -91,19 +80,19 @@ impl BatchInFlight {
     fn poll(&self) -> std::result::Result<Polled<Vec<Tensor>>, Error> {
         let members = &self.comm.members;
         let (mut received, mut missing) = (Vec::new(), Vec::new());
-        for recv in &self.recvs {
-            let Some(sent) = recv.letterbox.get() else {
-                missing.push(members[recv.src]);
+        let receives = self.call.operation.receives();
+        for ((shape, dtype, src), letterbox) in receives.zip(&self.letterboxes) {
+            let Some(sent) = letterbox.get() else {
+                missing.push(members[src]);
                 continue;
             };
             let xs = &sent.tensor.xs;
-            if xs.shape() != &recv.shape || xs.dtype() != recv.dtype {
+            if xs.shape() != shape || xs.dtype() != dtype {
                 let sent = format!("sent {} at {}", kind(xs.dtype(), xs.shape()), sent.site);
-                let asked = kind(recv.dtype, &recv.shape);
-                let asked = format!("receives {asked} at {}", self.call.site);
+                let asked = format!("receives {} at {}", kind(dtype, shape), self.call.site);
                 return Err(Error::MessageMismatch {
                     group: group_name(members),
-                    sender: (members[recv.src], sent),
+                    sender: (members[src], sent),
                     receiver: (self.comm.world_rank(), asked),
                 });
             }
@@ -120,7 +109,10 @@ impl Work for BatchInFlight {
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>> {
         let (world, rank) = (&self.comm.world, self.comm.world_rank());
         let received = world.wait(rank, &self.call, None, |_| self.poll())?;
-        let sent = self.recvs.iter().filter_map(|recv| recv.letterbox.get());
+        let sent = self
+            .letterboxes
+            .iter()
+            .filter_map(|letterbox| letterbox.get());
         if let Some(last) = sent.map(|sent| sent.arrival).max() {
             std::thread::sleep(last.saturating_duration_since(Instant::now()));
         }

@@ -8,6 +8,7 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use candle_core::Device;
+use candle_launch::circle;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::LocalConfig;
@@ -23,11 +24,8 @@ use crate::{Error, Request, message_of};
 /// What all ranks share. One lock guards all bookkeeping, so there is no lock order to keep; each rank sleeps on a
 /// condition variable of its own, so that an operation wakes the ranks of its group only.
 pub(crate) struct World {
-    deadline: Duration,
-    pub(super) abort_after: Duration,
-    delays: Option<u64>,
-    /// How long messages are on their way.
-    pub(super) latency: Duration,
+    pub(super) config: LocalConfig,
+    /// One for each rank.
     devices: Vec<Device>,
     /// Beside that of all ranks.
     pub(super) num_groups: AtomicI64,
@@ -121,26 +119,12 @@ impl WorldState {
 
     /// Ranks, this one among them, that wait for each other in a circle, and the collectives that they wait for.
     fn cycle(&self, rank: usize) -> Option<Vec<(usize, SlotId)>> {
-        let mut path = vec![(rank, self.awaited(rank))];
-        let mut is_seen = vec![false; self.ranks.len()];
-        while let Some((_, awaited)) = path.last_mut() {
-            let Some(next) = awaited.pop() else {
-                path.pop();
-                continue;
-            };
-            if next == rank {
-                let ranks = path.iter().map(|(rank, _)| *rank);
-                let mut ranks: Vec<_> = ranks
-                    .filter_map(|rank| Some((rank, self.only_waits_for(rank)?)))
-                    .collect();
-                ranks.sort_unstable();
-                return Some(ranks);
-            }
-            if !std::mem::replace(&mut is_seen[next], true) {
-                path.push((next, self.awaited(next)));
-            }
-        }
-        None
+        let ranks = circle([rank], self.ranks.len(), |rank| self.awaited(rank))?;
+        // Of a circle without this one its own ranks tell.
+        let waits = ranks.contains(&rank).then(|| ranks.into_iter())?;
+        waits
+            .map(|rank| Some((rank, self.only_waits_for(rank)?)))
+            .collect()
     }
 
     fn check_alive(&self, waiting: usize, call: &Call) -> Result<(), Error> {
@@ -196,7 +180,7 @@ impl World {
     ///
     /// # Errors
     /// Devices that the ranks cannot have.
-    pub(crate) fn new(config: &LocalConfig) -> candle_core::Result<Arc<Self>> {
+    pub(crate) fn new(config: LocalConfig) -> candle_core::Result<Arc<Self>> {
         let devices = config.device_of_each()?;
         let ranks = 0..config.world_size;
         let state = WorldState {
@@ -206,10 +190,7 @@ impl World {
             channels: HashMap::new(),
         };
         Ok(Arc::new(Self {
-            deadline: config.deadline,
-            abort_after: config.abort_after,
-            delays: config.delays,
-            latency: config.latency,
+            config,
             devices,
             num_groups: AtomicI64::new(0),
             state: Mutex::new(state),
@@ -318,7 +299,7 @@ impl World {
         slot: Option<SlotId>,
         mut poll: impl FnMut(&mut WorldState) -> Result<Polled<T>, Error>,
     ) -> Result<T, Error> {
-        let mut deadline = Deadline::new(self.deadline);
+        let mut deadline = Deadline::new(self.config.deadline);
         let mut state = self.lock();
         state.note_thread(rank);
         // Ranks that are seen to wait for each other, and how long this wait had lasted then.
@@ -329,8 +310,25 @@ impl World {
                 Ok(Polled::Missing(missing)) => missing,
                 Err(error) => break Err(error),
             };
-            if let Err(error) = self.check_waiting(&state, (rank, call), &missing, &deadline) {
+            if let Err(error) = state.check_alive(rank, call) {
                 break Err(error);
+            }
+            if let Some(left) = missing.iter().find(|rank| state.ranks[**rank].left) {
+                break Err(Error::PeerLeft {
+                    waiting: rank,
+                    call: call.to_string(),
+                    rank: *left,
+                    report: state.last_operations(),
+                });
+            }
+            if deadline.is_over() {
+                break Err(Error::Deadline {
+                    waiting: rank,
+                    call: call.to_string(),
+                    secs: self.config.deadline.as_secs_f64(),
+                    missing: rank_list(&missing),
+                    report: state.last_operations(),
+                });
             }
             state.ranks[rank].num_waiting += 1;
             state.ranks[rank].waits_for = slot;
@@ -363,38 +361,11 @@ impl World {
         found
     }
 
-    /// An error if there is nothing to wait for any more.
-    fn check_waiting(
-        &self,
-        state: &WorldState,
-        (waiting, call): (usize, &Call),
-        missing: &[usize],
-        deadline: &Deadline,
-    ) -> Result<(), Error> {
-        state.check_alive(waiting, call)?;
-        if let Some(left) = missing.iter().find(|rank| state.ranks[**rank].left) {
-            return Err(Error::PeerLeft {
-                waiting,
-                call: call.to_string(),
-                rank: *left,
-                report: state.last_operations(),
-            });
-        }
-        if deadline.is_over() {
-            return Err(Error::Deadline {
-                waiting,
-                call: call.to_string(),
-                secs: self.deadline.as_secs_f64(),
-                missing: rank_list(missing),
-                report: state.last_operations(),
-            });
-        }
-        Ok(())
-    }
-
     /// Sleeps for 0 to 2 ms if delays are injected. The same seed gives each rank the same delays.
     pub(super) fn delay(&self, rank: usize) {
-        let Some(seed) = self.delays else { return };
+        let Some(seed) = self.config.delays else {
+            return;
+        };
         let number = {
             let mut state = self.lock();
             state.ranks[rank].num_delays += 1;

@@ -13,6 +13,7 @@ use super::rank_run::RankRun;
 use super::session::Session;
 use super::{NcclCommunicator, NcclConfig, sys};
 use crate::cores::{num_cores, panic_message, pool_of_rank};
+use crate::error::argument;
 use crate::memory::device::{self, has_a_stream};
 use crate::{Error, ProcessGroup};
 
@@ -51,7 +52,7 @@ pub fn nccl<T: Send>(
             Ok(Err(error)) => error,
             Err(panic) => {
                 let message = panic_message(&*panic);
-                Error::Argument(format!("rank {rank} panicked: {message}")).into()
+                argument(format!("rank {rank} panicked: {message}"))
             }
         };
         let first = session.run.failure();
@@ -72,9 +73,9 @@ impl NcclCommunicator {
     pub fn join(config: &NcclConfig) -> Result<Self> {
         let (rank, world_size) = (config.rank, config.world_size);
         if rank >= world_size {
-            let message =
-                format!("rank {rank} is not a rank of a world of world_size {world_size}");
-            return Err(Error::Argument(message).into());
+            return Err(argument(format!(
+                "rank {rank} is not a rank of a world of world_size {world_size}"
+            )));
         }
         let compute = stream_of(&config.device)?;
         sys::check_version()?;
@@ -130,16 +131,13 @@ impl NcclCommunicator {
 fn stream_of(device: &Device) -> Result<Arc<CudaStream>> {
     match device {
         Device::Cuda(cuda) if has_a_stream(cuda) => Ok(cuda.cuda_stream()),
-        Device::Cuda(_) => Err(Error::Argument(
+        Device::Cuda(_) => Err(argument(
             "the backend nccl needs a GPU with one stream, got one opened with a stream for each thread\n\
-             hint: open it by `Device::new_cuda_with_stream`"
-                .into(),
-        )
-        .into()),
-        _ => Err(Error::Argument(
-            "the backend nccl runs on GPUs, got a rank on the CPU\nhint: use the backend mpi, or local".into(),
-        )
-        .into()),
+             hint: open it by `Device::new_cuda_with_stream`",
+        )),
+        _ => Err(argument(
+            "the backend nccl runs on GPUs, got a rank on the CPU\nhint: use the backend mpi, or local",
+        )),
     }
 }
 

@@ -136,12 +136,11 @@ impl<T> Pending<T> {
 
     /// As [`wait`](Self::wait), for a wait inside another one.
     pub(crate) fn wait_uncounted(mut self) -> Result<T> {
-        let results = self
-            .work
-            .0
-            .take()
-            .map_or(Ok(Vec::new()), |work| work.wait());
-        (self.finish)(results?)
+        let results = match self.work.0.take() {
+            Some(work) => work.wait()?,
+            None => Vec::new(),
+        };
+        (self.finish)(results)
     }
 }
 

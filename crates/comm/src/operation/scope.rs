@@ -87,12 +87,14 @@ impl InScope {
 
 impl fmt::Display for InScope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let scope = self.scope;
-        write!(
-            f,
-            "{} {} of block {}, ",
-            scope.what, scope.number, scope.block
-        )?;
-        write!(f, "collective {}", self.number)
+        let (
+            place,
+            Scope {
+                what,
+                block,
+                number,
+            },
+        ) = (self.number, self.scope);
+        write!(f, "{what} {number} of block {block}, collective {place}")
     }
 }

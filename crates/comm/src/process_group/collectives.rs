@@ -5,8 +5,9 @@ use candle_core::shape::Dim;
 use candle_core::{DType, Result, Tensor};
 
 use super::{ProcessGroup, dims, one};
+use crate::error::argument;
 use crate::memory::device::empty;
-use crate::{Error, Operation, Pending, ReduceOp};
+use crate::{Operation, Pending, ReduceOp};
 
 /// What counters and traces call the exchange of byte strings.
 const GATHER_BYTES: &str = "all_gather_bytes";
@@ -264,7 +265,9 @@ impl ProcessGroup {
             }
             _ => return Ok(()),
         };
-        Err(Error::Argument(format!("{name}(root {root}, sizes {sizes:?}): {message}")).into())
+        Err(argument(format!(
+            "{name}(root {root}, sizes {sizes:?}): {message}"
+        )))
     }
 
     /// Starts a [`barrier`](Self::barrier): the wait returns once every rank of the group has started it.

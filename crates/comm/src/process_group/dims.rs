@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use crate::Error;
+use crate::error::argument;
 use crate::memory::device::empty;
 
 /// `xs` as backends take it: contiguous, without a graph.
@@ -18,11 +18,10 @@ pub(super) fn check_dim(operation: &str, xs: &Tensor, dim: usize) -> Result<()> 
     if dim < xs.rank() {
         return Ok(());
     }
-    let message = format!(
+    Err(argument(format!(
         "{operation} along dim {dim}: the tensor of shape {:?} has no such dim",
         xs.dims()
-    );
-    Err(Error::Argument(message).into())
+    )))
 }
 
 /// An error unless `num_parts` divides dim `dim` of `xs`.
@@ -37,11 +36,10 @@ pub(super) fn check_divides(
     if size.is_multiple_of(num_parts) {
         return Ok(());
     }
-    Err(Error::Argument(format!(
+    Err(argument(format!(
         "{operation} along dim {dim} of shape {:?}: {size} is not divisible by world_size({num_parts})",
         xs.dims()
-    ))
-    .into())
+    )))
 }
 
 /// Cuts dim `from` into parts and puts them one after the other along dim `to`:

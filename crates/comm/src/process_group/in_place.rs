@@ -6,7 +6,8 @@
 use candle_core::{Result, Tensor};
 
 use super::{ProcessGroup, dims};
-use crate::{Error, Operation, Pending, ReduceOp};
+use crate::error::argument;
+use crate::{Operation, Pending, ReduceOp};
 
 impl ProcessGroup {
     /// Starts an [`all_reduce`](Self::all_reduce) whose result overwrites `xs`, and is `xs`, which must not be read or written to
@@ -70,10 +71,9 @@ fn contiguous(operation: &str, xs: &Tensor) -> Result<Tensor> {
     if xs.is_contiguous() {
         return Ok(xs.detach());
     }
-    Err(Error::Argument(format!(
+    Err(argument(format!(
         "{operation} in place: expected contiguous values, got strides {:?} of shape {:?}",
         xs.stride(),
         xs.dims()
-    ))
-    .into())
+    )))
 }

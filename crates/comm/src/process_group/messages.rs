@@ -3,8 +3,10 @@
 use candle_core::{Result, Shape, Tensor};
 
 use super::{ProcessGroup, dims};
+use crate::error::argument;
 use crate::memory::device::empty;
-use crate::{Error, Message, Operation, P2p, Pending};
+use crate::operation::with_rows;
+use crate::{Message, Operation, P2p, Pending};
 
 impl ProcessGroup {
     /// Sends and receives a batch of messages; the result holds the received tensors in the order of the `Recv`
@@ -51,11 +53,7 @@ impl ProcessGroup {
             parts.push(xs.detach().narrow(0, start, *size)?);
             start += size;
         }
-        let with_rows = |num_rows| {
-            let mut dims = xs.dims().to_vec();
-            dims[0] = num_rows;
-            Shape::from(dims)
-        };
+        let with_rows = |num_rows| Shape::from(with_rows(xs.shape(), num_rows));
         let mut ops = Vec::new();
         for peer in (0..self.world_size()).filter(|peer| *peer != rank) {
             let (xs, dst, dtype) = (&parts[peer], peer, xs.dtype());
@@ -102,7 +100,7 @@ impl ProcessGroup {
         } else {
             return Ok(());
         };
-        Err(Error::Argument(format!("all_to_all of uneven parts: {message}")).into())
+        Err(argument(format!("all_to_all of uneven parts: {message}")))
     }
 
     /// Starts messages, for what the user has called.
@@ -124,8 +122,9 @@ impl ProcessGroup {
             };
             self.check_rank(name, role, peer)?;
             if peer == self.rank() {
-                let message = format!("{name}: {role} {peer} is this rank itself");
-                return Err(Error::Argument(message).into());
+                return Err(argument(format!(
+                    "{name}: {role} {peer} is this rank itself"
+                )));
             }
         }
         if messages.is_empty() {

@@ -3,7 +3,8 @@
 
 use candle_core::{Device, Result, Tensor};
 
-use crate::{Communicator, Error, Pending, Request};
+use crate::error::argument;
+use crate::{Communicator, Pending, Request};
 
 /// A place in a group whose other ranks nobody runs: every operation is an error, unless there are none, where it gives its input.
 pub(crate) struct Unconnected {
@@ -46,10 +47,9 @@ impl Unconnected {
         if *world_size == 1 {
             return Ok(());
         }
-        Err(Error::Argument(format!(
+        Err(argument(format!(
             "rank {rank} of a group of {world_size} that is not connected can exchange nothing\nhint: such a group is for what is computed from \
              a rank's place alone"
-        ))
-        .into())
+        )))
     }
 }

@@ -6,6 +6,7 @@ use std::time::Instant;
 use candle_core::{Result, Tensor};
 use candle_launch::{Control, RankGroup, Ticket, Verdict};
 
+use crate::error::argument;
 use crate::operation::call::Call;
 use crate::operation::pending::Work;
 use crate::{Communicator, Error, Pending, Request};
@@ -28,12 +29,11 @@ impl Watch {
     ) -> Result<Self> {
         let (rank, world_size) = (control.rank(), control.world().members.len());
         if (comm.rank(), comm.world_size()) != (rank, world_size) {
-            return Err(Error::Argument(format!(
+            return Err(argument(format!(
                 "the backend calls this process rank {} of {}, expected rank {rank} of {world_size}, as the launcher says",
                 comm.rank(),
                 comm.world_size()
-            ))
-            .into());
+            )));
         }
         Ok(Self {
             group: control.world().clone(),

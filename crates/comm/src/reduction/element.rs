@@ -1,20 +1,23 @@
 //! The element types that ranks exchange, and how their values are combined.
 
+use bytemuck::{Pod, zeroed_vec};
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, WithDType, bail,
 };
-use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
+use crate::error::argument;
 use crate::memory::device::name as device_name;
-use crate::{Error, Operation, ReduceOp};
+use crate::{Operation, ReduceOp};
 
 /// An element type that ranks exchange.
-pub(crate) trait Element: WithDType {
+pub(crate) trait Element: WithDType + Pod {
     /// What sums are accumulated in.
     type Acc: Element<Acc = Self::Acc>;
     /// Zeroed memory, lazily where the system can.
-    fn zeros(len: usize) -> Vec<Self>;
+    fn zeros(len: usize) -> Vec<Self> {
+        zeroed_vec(len)
+    }
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
     fn widen(self) -> Self::Acc;
     fn round(acc: Self::Acc) -> Self;
@@ -27,12 +30,9 @@ pub(crate) trait Element: WithDType {
 }
 
 macro_rules! element {
-    ($ty:ty, $variant:ident, $acc:ty, $zeros:expr, $widen:expr, $round:expr, $sum:expr, $prod:expr, $max:expr, $min:expr, $avg:expr) => {
+    ($ty:ty, $variant:ident, $acc:ty, $widen:expr, $round:expr, $sum:expr, $prod:expr, $max:expr, $min:expr, $avg:expr) => {
         impl Element for $ty {
             type Acc = $acc;
-            fn zeros(len: usize) -> Vec<Self> {
-                $zeros(len)
-            }
             fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
                 match storage {
                     CpuStorage::$variant(values) => Some(values),
@@ -69,25 +69,11 @@ macro_rules! element {
             }
         }
     };
-    (float $ty:ident $variant:ident) => {
-        element!(arithmetic $ty, $variant, $ty, |len| vec![0.0; len], |x| x, |x| x);
-    };
-    (half $ty:ident $variant:ident) => {
-        element!(
-            arithmetic $ty,
-            $variant,
-            f32,
-            |len| vec![0u16; len].reinterpret_into::<$ty>(),
-            $ty::to_f32,
-            $ty::from_f32
-        );
-    };
-    (arithmetic $ty:ty, $variant:ident, $acc:ident, $zeros:expr, $widen:expr, $round:expr) => {
+    (float $ty:ident $variant:ident, in $acc:ident by $widen:expr, $round:expr) => {
         element!(
             $ty,
             $variant,
             $acc,
-            $zeros,
             $widen,
             $round,
             |a, b| a + b,
@@ -102,7 +88,6 @@ macro_rules! element {
             $ty,
             $variant,
             $ty,
-            |len| vec![0; len],
             |x| x,
             |x| x,
             $ty::wrapping_add,
@@ -121,10 +106,10 @@ macro_rules! first_or_nan {
     };
 }
 
-element!(float f32 F32);
-element!(float f64 F64);
-element!(half bf16 BF16);
-element!(half f16 F16);
+element!(float f32 F32, in f32 by |x| x, |x| x);
+element!(float f64 F64, in f64 by |x| x, |x| x);
+element!(float bf16 BF16, in f32 by bf16::to_f32, bf16::from_f32);
+element!(float f16 F16, in f32 by f16::to_f32, f16::from_f32);
 element!(integer u8 U8, u32 U32, i16 I16, i32 I32, i64 I64);
 
 /// Calls `$run::<T>($arg, ..)` with the element type of `$dtype`.
@@ -147,11 +132,10 @@ macro_rules! with_element {
 pub(crate) use with_element;
 
 pub(crate) fn unsupported(dtype: DType) -> candle_core::Error {
-    Error::Argument(format!(
+    argument(format!(
         "ranks exchange f32, f64, bf16, f16, u8, u32, i16, i32 and i64, not {}",
         dtype.as_str()
     ))
-    .into()
 }
 
 /// An error unless a rank on `device` can exchange `xs`.
@@ -162,19 +146,17 @@ pub(crate) fn check(xs: &Tensor, rank: usize, device: &Device) -> Result<()> {
             true => " opened a second time, with another stream",
             false => "",
         };
-        let message = format!(
+        return Err(argument(format!(
             "rank {rank} exchanges tensors on {own}, its device, got one on {got}{other}\n\
              hint: make tensors on the group's `device()`, or move them there by `to_device`"
-        );
-        return Err(Error::Argument(message).into());
+        )));
     }
     if !xs.is_contiguous() {
-        let message = format!(
+        return Err(argument(format!(
             "a communicator needs contiguous tensors, got shape {:?} with strides {:?}",
             xs.dims(),
             xs.stride()
-        );
-        return Err(Error::Argument(message).into());
+        )));
     }
     check_dtype(xs.dtype())
 }
@@ -199,22 +181,20 @@ pub(crate) fn accumulated(dtype: DType) -> DType {
 /// An error unless `dtype` can be reduced on `device`, if that is what `operation` does.
 pub(crate) fn check_reduces(operation: &Operation, dtype: DType, device: &Device) -> Result<()> {
     if operation.reduce_op() == Some(ReduceOp::Avg) && dtype.is_int() {
-        return Err(Error::Argument(format!(
+        return Err(argument(format!(
             "{operation} of {}: an average of integers is none\nhint: take the sum, or averages of f32 or f64",
             dtype.as_str()
-        ))
-        .into());
+        )));
     }
     if operation.reduce_op().is_some()
         && !device.is_cpu()
         && matches!(dtype, DType::I16 | DType::I32)
     {
-        return Err(Error::Argument(format!(
+        return Err(argument(format!(
             "{operation} of {} works on the CPU only: candle adds and compares no such integers on GPUs\n\
              hint: use i64 or u32",
             dtype.as_str()
-        ))
-        .into());
+        )));
     }
     Ok(())
 }

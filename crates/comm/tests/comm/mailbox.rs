@@ -55,11 +55,7 @@ pub fn connected(world_size: usize, num_serving: usize, config: &MailboxConfig) 
                 let listener = listener.take();
                 scope.spawn(move || {
                     let of_control = control_config(rank, world_size, port);
-                    let control = match listener {
-                        Some(listener) => Control::join_at(&of_control, listener),
-                        None => Control::join(&of_control),
-                    };
-                    let control = control.unwrap();
+                    let control = Control::join_at(&of_control, listener).unwrap();
                     let streams = control.connect_peers(num_serving).unwrap();
                     let mailbox = Mailbox::of_process(rank, streams, config).unwrap();
                     control.leave().unwrap();

@@ -258,10 +258,7 @@ fn watched(world: &ProcessGroup, deadline: Duration) -> Result<ProcessGroup> {
             ("127.0.0.1".into(), ports.to_vec1::<u32>()?[0] as u16),
         )
     };
-    let control = match listener {
-        Some(listener) => Control::join_at(&config, listener),
-        None => Control::join(&config),
-    };
+    let control = Control::join_at(&config, listener);
     let control = control.map_err(candle_core::Error::wrap)?;
     world.watched(&control, false)
 }

@@ -135,7 +135,7 @@ fn watched(world_size: usize, run: impl Fn(ProcessGroup) -> Result<()> + Sync) -
             ends_process: false,
         };
         let control = match world.rank() {
-            0 => Control::join_at(&config, listener.lock().unwrap().take().unwrap()),
+            0 => Control::join_at(&config, listener.lock().unwrap().take()),
             _ => Control::join(&config),
         };
         let control = control.map_err(candle_core::Error::wrap)?;

@@ -55,7 +55,7 @@ fn run_watched<T: Send>(
         let mut config = config(world.rank(), world_size, port);
         change(&mut config);
         let control = match world.rank() {
-            0 => Control::join_at(&config, listener.lock().unwrap().take().unwrap()),
+            0 => Control::join_at(&config, listener.lock().unwrap().take()),
             _ => Control::join(&config),
         };
         let control = control.map_err(candle_core::Error::wrap)?;

@@ -30,6 +30,11 @@ impl Hello {
         }
     }
 
+    /// Whether a process that says `other` is this one, come again.
+    pub(super) fn is_of_same_process(&self, other: &Hello) -> bool {
+        (&self.host, self.pid) == (&other.host, other.pid)
+    }
+
     /// "rank 2 on host b (process 4711)".
     pub(super) fn name(&self) -> String {
         format!(

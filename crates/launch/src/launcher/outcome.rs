@@ -2,12 +2,16 @@
 
 use std::time::Instant;
 
+use super::end::End;
+
 /// How a start of the ranks ended, or the launcher.
 pub(super) struct Outcome {
     /// The code with which the launcher exits if this was the last start.
     pub(super) exit_code: u8,
     /// What it then prints last.
     pub(super) sentence: Option<String>,
+    /// How ranks have ended that failed by themselves, if that is why.
+    pub(super) own: Option<End>,
     pub(super) remedy: Remedy,
 }
 
@@ -38,6 +42,7 @@ impl Outcome {
         Self {
             exit_code,
             sentence,
+            own: None,
             remedy: Remedy::None,
         }
     }

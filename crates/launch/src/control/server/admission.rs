@@ -18,10 +18,15 @@ impl ServedRun {
         outbox: Outbox,
         now: Duration,
     ) -> Option<u64> {
+        let rank = hello.rank;
+        let turn_away = |message: String, all: bool| {
+            outbox.tell(&ToRank::Refused { message, all });
+            None
+        };
         if self.started {
             // Who comes late may say any number.
-            if let Some(Some(peer)) = self.peers.get_mut(hello.rank)
-                && (&peer.hello.host, peer.hello.pid) == (&hello.host, hello.pid)
+            if let Some(Some(peer)) = self.peers.get_mut(rank)
+                && peer.hello.is_of_same_process(&hello)
                 && !peer.has_spoken
             {
                 // It gave up waiting for a word a moment before the last rank came.
@@ -33,34 +38,23 @@ impl ServedRun {
                 peer.outbox.tell(&ToRank::Welcome { host });
                 return Some(peer.connection);
             }
+            let (host, num_ranks) = (&hello.host, self.peers.len());
             let message = format!(
-                "rank {} on host {} comes too late: all {} ranks of the run are there already",
-                hello.rank,
-                hello.host,
-                self.peers.len()
+                "rank {rank} on host {host} comes too late: all {num_ranks} ranks of the run are there already"
             );
-            let all = false;
-            outbox.tell(&ToRank::Refused { message, all });
-            return None;
+            return turn_away(message, false);
         }
-        if self.refusal.is_none()
-            && let Some(message) = self.comes_twice(&hello)
-        {
-            let all = false;
-            outbox.tell(&ToRank::Refused { message, all });
-            return None;
+        if self.refusal.is_none() {
+            if let Some(message) = self.comes_twice(&hello) {
+                return turn_away(message, false);
+            }
+            if let Some(why) = self.objection(&hello, version) {
+                self.refuse(format!("the run cannot start: {why}"));
+            }
         }
-        if self.refusal.is_none()
-            && let Some(why) = self.objection(&hello, version)
-        {
-            self.refuse(format!("the run cannot start: {why}"));
-        }
-        let rank = hello.rank;
         if let Some(message) = self.refusal.clone() {
             self.told.insert(rank);
-            let all = true;
-            outbox.tell(&ToRank::Refused { message, all });
-            return None;
+            return turn_away(message, true);
         }
         if let Some(why) = hello.cannot_start.clone() {
             self.unable.insert(rank, why);
@@ -139,8 +133,7 @@ impl ServedRun {
         let own = (hello.rank == 0).then_some(&self.own);
         let there = self.peers.get(hello.rank)?;
         let there = there.as_ref().map(|peer| &peer.hello).or(own)?;
-        let is_same = (&hello.host, hello.pid) == (&there.host, there.pid);
-        (!is_same).then(|| {
+        (!there.is_of_same_process(hello)).then(|| {
             format!(
                 "{}: this rank is there already, from host {} (process {})\n\
              hint: each process of a run needs a rank of its own",

@@ -4,6 +4,7 @@ use std::io;
 use std::time::Duration;
 
 use super::run::{Peer, ServedRun, rank_list};
+use crate::circle::circle;
 use crate::control::activity::{BlockedIn, GroupProgress};
 use crate::control::failure::{DIED_HINT, SILENT_HINT, died, silent};
 use crate::control::message::ToRank;
@@ -20,19 +21,16 @@ const CIRCLE: Duration = Duration::from_secs(3);
 impl ServedRun {
     /// A rank's connection of this number has closed.
     pub fn lose(&mut self, rank: usize, connection: u64, why: &io::Error, now: Duration) {
-        let is_its_own = |peer: &Peer| peer.connection == connection;
-        if !self.peers[rank].as_ref().is_some_and(is_its_own) {
+        let peer = self.peers[rank].as_mut();
+        let Some(peer) = peer.filter(|peer| peer.connection == connection) else {
             // It has come again before this one was found to be closed.
             return;
-        }
+        };
         if !self.started {
             // It may come again.
             self.peers[rank] = None;
             return;
         }
-        let Some(peer) = &mut self.peers[rank] else {
-            return;
-        };
         if !peer.has_spoken {
             // It may come again, if it has not heard of the start; else it is silent.
             return;
@@ -171,7 +169,8 @@ impl ServedRun {
         if self.failure.is_some() || self.held.is_some() {
             return;
         }
-        if let Some(circle) = self.circle() {
+        let num_ranks = self.peers.len();
+        if let Some(circle) = circle(0..num_ranks, num_ranks, |rank| self.awaited(rank)) {
             let message = format!(
                 "{} wait for each other in different groups\n{}\n\
                  hint: every rank must call the same operations in the same order; what saves, evaluates or gathers is every rank's \
@@ -204,30 +203,6 @@ impl ServedRun {
         let awaited = members.filter(|member| self.progress(*member, group).begun <= seq);
         let awaited = awaited.filter(|member| self.only_waits(*member).is_some());
         awaited.collect()
-    }
-
-    /// Ranks each of which waits for the next, and the last one for the first.
-    fn circle(&self) -> Option<Vec<usize>> {
-        let mut is_seen = vec![false; self.peers.len()];
-        for first in 0..self.peers.len() {
-            let mut path = vec![(first, self.awaited(first))];
-            is_seen[first] = true;
-            while let Some((_, awaited)) = path.last_mut() {
-                let Some(next) = awaited.pop() else {
-                    path.pop();
-                    continue;
-                };
-                if let Some(begin) = path.iter().position(|(rank, _)| *rank == next) {
-                    let mut circle: Vec<_> = path[begin..].iter().map(|(rank, _)| *rank).collect();
-                    circle.sort_unstable();
-                    return Some(circle);
-                }
-                if !std::mem::replace(&mut is_seen[next], true) {
-                    path.push((next, self.awaited(next)));
-                }
-            }
-        }
-        None
     }
 
     fn progress(&self, rank: usize, group: &RankGroup) -> GroupProgress {

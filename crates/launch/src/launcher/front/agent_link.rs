@@ -190,26 +190,24 @@ impl Reader {
             let received = wire::receive(from);
             *lock(&self.waiting_since) = None;
             let not_understood = |error| format!("the agent's answer is not understood: {error}");
-            match received.map_err(not_understood)? {
-                None => return Ok(()),
-                Some((Report::Output { rank, stream }, bytes)) => {
-                    let written = self
-                        .of(rank)
-                        .map(|pair| pair[stream as usize].write(&bytes));
+            let Some((report, bytes)) = received.map_err(not_understood)? else {
+                return Ok(());
+            };
+            match report {
+                Report::Output { rank, stream } => {
+                    let outputs = self.of(rank);
+                    let written = outputs.map(|pair| pair[stream as usize].write(&bytes));
                     if let (Some(Err(error)), false) = (written, self.log_failed) {
                         self.log_failed = true;
                         say(&format!("cannot write the log of rank {rank}: {error}"));
                     }
                 }
-                Some((
-                    Report::Ended {
-                        rank,
-                        pid,
-                        end,
-                        ms_ago,
-                    },
-                    _,
-                )) => {
+                Report::Ended {
+                    rank,
+                    pid,
+                    end,
+                    ms_ago,
+                } => {
                     let now = Instant::now();
                     let ended_at = now.checked_sub(Duration::from_millis(ms_ago));
                     let last_lines = self.of(rank).map(|[out, err]| {
@@ -226,7 +224,7 @@ impl Reader {
                         last_lines: last_lines.unwrap_or_default(),
                     }));
                 }
-                Some((report, _)) => self.tell(FrontEvent::Report(self.index, report)),
+                report => self.tell(FrontEvent::Report(self.index, report)),
             }
         }
     }

@@ -4,8 +4,6 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
-
 use super::door::Door;
 use super::verdict::describe_signal;
 use super::{FrontEvent, say};
@@ -316,13 +314,12 @@ fn wait(events: &Receiver<FrontEvent>, until: Instant) -> Option<Outcome> {
     loop {
         let rest = until.saturating_duration_since(Instant::now());
         match events.recv_timeout(rest) {
-            Ok(FrontEvent::Signal(signal)) => return Some(stopped_by(signal)),
+            Ok(FrontEvent::Signal(signal)) => {
+                let sentence = describe_signal(signal, &[]);
+                return Some(Outcome::last(128 + signal as u8, Some(sentence)));
+            }
             Ok(_) => {}
             Err(_) => return None,
         }
     }
-}
-
-fn stopped_by(signal: Signal) -> Outcome {
-    Outcome::last(128 + signal as u8, Some(describe_signal(signal, &[])))
 }

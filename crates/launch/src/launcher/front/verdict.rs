@@ -8,6 +8,7 @@ use crate::control::STOPS;
 use crate::launcher::end::{End, LOST_HOST_EXIT_CODE, PEER_FAILED_EXIT_CODE};
 use crate::launcher::host_plan::HostPlan;
 use crate::launcher::layout::Layout;
+use crate::launcher::outcome::Outcome;
 
 /// The end of a rank.
 #[derive(Debug)]
@@ -68,17 +69,6 @@ pub(super) struct Failures {
     pub(super) hosts: Vec<HostLoss>,
 }
 
-/// Why the ranks ended, as the launcher says it.
-#[derive(Debug)]
-pub(super) struct Ending {
-    /// The sentences about it.
-    pub(super) why: String,
-    /// The code with which the launcher should exit.
-    pub(super) code: u8,
-    /// How ranks have ended that failed by themselves, if that is why.
-    pub(super) own: Option<End>,
-}
-
 impl Failures {
     pub(super) fn is_empty(&self) -> bool {
         self.ranks.is_empty() && self.hosts.is_empty()
@@ -87,7 +77,7 @@ impl Failures {
     /// The first of the ranks or their hosts that failed by itself until then; later ends are the launcher's doing, but not the
     /// loss of a host because of which ranks on others have ended. Where a rank has said which other one is to blame, that is it, and what ended
     /// after these words is no cause: mpirun ends others, or they found the same.
-    pub(super) fn ending(&self, layout: &Layout, until: Option<Instant>) -> Option<Ending> {
+    pub(super) fn ending(&self, layout: &Layout, until: Option<Instant>) -> Option<Outcome> {
         let (num_ranks, plans) = (layout.world_size, layout.hosts.as_slice());
         let in_time = |at: Instant| until.is_none_or(|until| at <= until);
         let ranks = self.ranks.iter().filter(|rank| in_time(rank.ended_at));
@@ -106,7 +96,7 @@ impl Failures {
         };
         let mut culprits = own.iter().filter(|rank| Some(rank.rank) == blamed);
         if let Some(culprit) = culprits.find(|rank| !is_ended_by_mpi(rank)) {
-            return Some(Ending::of_rank(culprit, plans));
+            return Some(of_rank(culprit, plans));
         }
         own.retain(|rank| !is_after_words(rank.ended_at));
         if num_ranks > 1 && own.len() == num_ranks && are_alike(&own) {
@@ -114,24 +104,25 @@ impl Failures {
             let first = own
                 .into_iter()
                 .min_by_key(|rank| rank.last_lines.is_empty());
-            return first.map(|first| Ending::of_all(first, num_ranks));
+            return first.map(|first| {
+                let sentence = format!("all {num_ranks} ranks failed: {}", first.end);
+                of_own(first, sentence, "they")
+            });
         }
         let rank = own.into_iter().min_by_key(|rank| rank.ended_at);
         let is_by_mpi = |loss: &HostLoss| layout.mpi.is_some() && is_after_words(loss.lost_at);
         let hosts = self.hosts.iter().filter(|loss| !is_by_mpi(loss));
         let host = hosts.clone().filter(|loss| in_time(loss.lost_at));
         match (rank, host.min_by_key(|loss| loss.lost_at)) {
-            (Some(rank), Some(host)) if host.lost_at < rank.ended_at => {
-                Some(Ending::of_host(host, plans))
-            }
-            (Some(rank), _) => Some(Ending::of_rank(rank, plans)),
-            (None, Some(host)) => Some(Ending::of_host(host, plans)),
+            (Some(rank), Some(host)) if host.lost_at < rank.ended_at => Some(of_host(host, plans)),
+            (Some(rank), _) => Some(of_rank(rank, plans)),
+            (None, Some(host)) => Some(of_host(host, plans)),
             (None, None) => {
                 let first = due_to_peer.into_iter().min_by_key(|rank| rank.ended_at)?;
                 let first = told.unwrap_or(first);
                 Some(match hosts.min_by_key(|loss| loss.lost_at) {
-                    Some(lost) => Ending::of_host(lost, plans),
-                    None => Ending::of_peer(first, plans),
+                    Some(lost) => of_host(lost, plans),
+                    None => of_peer(first, plans),
                 })
             }
         }
@@ -145,71 +136,64 @@ fn are_alike(ranks: &[&RankEnd]) -> bool {
     pairs.all(|(one, next)| one == next) && ranks.iter().all(|rank| rank.end == ranks[0].end)
 }
 
-impl Ending {
-    /// This rank was the first that failed by itself.
-    fn of_rank(failure: &RankEnd, hosts: &[HostPlan]) -> Self {
-        let place = place(failure, hosts);
-        Self::of_own(
-            failure,
-            format!("{place} failed first: {}", failure.end),
-            "it",
-        )
-    }
+/// This rank was the first that failed by itself.
+fn of_rank(failure: &RankEnd, hosts: &[HostPlan]) -> Outcome {
+    let place = place(failure, hosts);
+    let sentence = format!("{place} failed first: {}", failure.end);
+    of_own(failure, sentence, "it")
+}
 
-    /// All ranks failed by themselves in the same way as this one.
-    fn of_all(failure: &RankEnd, num_ranks: usize) -> Self {
-        let sentence = format!("all {num_ranks} ranks failed: {}", failure.end);
-        Self::of_own(failure, sentence, "they")
+/// This rank failed by itself, as others did if there are several.
+fn of_own(failure: &RankEnd, sentence: String, who: &str) -> Outcome {
+    let hint = (failure.end == End::Killed(9)).then_some(
+        "SIGKILL comes from a user, a batch system or the kernel, which kills when memory runs out: see `dmesg`",
+    );
+    let why = with_details(sentence, who, &failure.last_lines, hint);
+    Outcome {
+        own: Some(failure.end),
+        ..Outcome::last(failure.end.exit_code(), Some(why))
     }
+}
 
-    fn of_own(failure: &RankEnd, sentence: String, who: &str) -> Self {
-        let hint = (failure.end == End::Killed(9)).then_some(
-            "SIGKILL comes from a user, a batch system or the kernel, which kills when memory runs out: see `dmesg`",
-        );
-        Self {
-            why: with_details(sentence, who, &failure.last_lines, hint),
-            code: failure.end.exit_code(),
-            own: Some(failure.end),
+/// Ranks ended because of a peer, and none failed by itself: it is stopped or late, say, or its end came after what they
+/// said of it.
+fn of_peer(failure: &RankEnd, hosts: &[HostPlan]) -> Outcome {
+    let (place, end) = (place(failure, hosts), failure.end);
+    let why = match failure.peer_to_blame() {
+        Some(why) => format!("{why} (says {place})"),
+        None => {
+            let sentence = format!(
+                "{place} ended because another rank failed ({end}), but none failed by itself"
+            );
+            let hint = "exit code 85 says that another rank failed, and none has said which one: see what they printed before";
+            with_details(sentence, "it", &failure.last_lines, Some(hint))
         }
-    }
+    };
+    Outcome::last(end.exit_code(), Some(why))
+}
 
-    /// Ranks ended because of a peer, and none failed by itself: it is stopped or late, say, or its end came after what they said of it.
-    fn of_peer(failure: &RankEnd, hosts: &[HostPlan]) -> Self {
-        let place = place(failure, hosts);
-        let why = match failure.peer_to_blame() {
-            Some(why) => format!("{why} (says {place})"),
-            None => {
-                let end = failure.end;
-                let sentence = format!(
-                    "{place} ended because another rank failed ({end}), but none failed by itself"
-                );
-                let hint = "exit code 85 says that another rank failed, and none has said which one: see what they printed before";
-                with_details(sentence, "it", &failure.last_lines, Some(hint))
-            }
-        };
-        Self {
-            why,
-            code: failure.end.exit_code(),
-            own: None,
-        }
-    }
+/// A host was lost, or cannot start its ranks.
+fn of_host(loss: &HostLoss, hosts: &[HostPlan]) -> Outcome {
+    Outcome::last(LOST_HOST_EXIT_CODE, Some(describe_host(loss, hosts)))
+}
 
-    /// A host was lost, or cannot start its ranks.
-    pub(super) fn of_host(loss: &HostLoss, hosts: &[HostPlan]) -> Self {
-        let plan = &hosts[loss.host];
-        let sentence = match loss.is_refusal {
-            true => format!("host {}: {}", plan.host, loss.detail),
-            false => describe_loss(plan, &loss.detail),
-        };
-        let hint = (plan.via.is_some() && !loss.is_refusal).then_some(
-            "try the same command by hand, with `true` instead of the agent; --dry-run prints it",
-        );
-        Self {
-            why: with_details(sentence, "it", &loss.last_lines, hint),
-            code: LOST_HOST_EXIT_CODE,
-            own: None,
+/// What happened to a host that was lost, or that cannot start its ranks: `lost host node2 with ranks 2 to 3: no
+/// answer`.
+pub(super) fn describe_host(loss: &HostLoss, hosts: &[HostPlan]) -> String {
+    let plan = &hosts[loss.host];
+    let (host, detail, first) = (&plan.host, &loss.detail, plan.first_rank);
+    let sentence = match (loss.is_refusal, plan.num_ranks) {
+        (true, _) => format!("host {host}: {detail}"),
+        (false, 1) => format!("lost host {host} with rank {first}: {detail}"),
+        (false, number) => {
+            let last = first + number - 1;
+            format!("lost host {host} with ranks {first} to {last}: {detail}")
         }
-    }
+    };
+    let hint = (plan.via.is_some() && !loss.is_refusal).then_some(
+        "try the same command by hand, with `true` instead of the agent; --dry-run prints it",
+    );
+    with_details(sentence, "it", &loss.last_lines, hint)
 }
 
 /// A sentence with what was last written to stderr, and a hint.
@@ -227,18 +211,6 @@ fn with_details(sentence: String, who: &str, last_lines: &[String], hint: Option
 pub(super) fn place(failure: &RankEnd, hosts: &[HostPlan]) -> String {
     let host = &hosts[failure.host].host;
     format!("rank {} (host {host}, pid {})", failure.rank, failure.pid)
-}
-
-/// `lost host node2 with ranks 2 to 3: no answer`
-fn describe_loss(plan: &HostPlan, detail: &str) -> String {
-    let (host, first) = (&plan.host, plan.first_rank);
-    match plan.num_ranks {
-        1 => format!("lost host {host} with rank {first}: {detail}"),
-        number => {
-            let last = first + number - 1;
-            format!("lost host {host} with ranks {first} to {last}: {detail}")
-        }
-    }
 }
 
 /// The sentence for a run that a signal ended.

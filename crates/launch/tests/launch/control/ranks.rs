@@ -36,14 +36,6 @@ pub fn free_listener() -> (TcpListener, u16) {
     (listener, port)
 }
 
-/// Joins as rank 0 at the listener, or as another rank.
-pub fn join(config: &ControlConfig, listener: Option<TcpListener>) -> Result<Arc<Control>> {
-    match listener {
-        Some(listener) => Control::join_at(config, listener),
-        None => Control::join(config),
-    }
-}
-
 /// Joins with a configuration each, after `change`, and returns what `run` makes of it, by rank.
 pub fn ranks_with<T: Send>(
     world_size: usize,
@@ -60,7 +52,7 @@ pub fn ranks_with<T: Send>(
                 scope.spawn(move || {
                     let mut config = config(rank, world_size, port);
                     change(&mut config);
-                    run(join(&config, listener))
+                    run(Control::join_at(&config, listener))
                 })
             })
             .collect();

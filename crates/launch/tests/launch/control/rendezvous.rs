@@ -8,7 +8,7 @@ use candle_launch::{Control, ControlConfig, Error};
 use nix::sys::signal::Signal;
 
 use super::processes::Rank;
-use super::ranks::{config, frame, free_listener, join, ranks_with, shake_hands};
+use super::ranks::{config, frame, free_listener, ranks_with, shake_hands};
 
 /// How the start of a run of three fails when the last rank is changed: on all ranks with the same message.
 fn refused_on_all(change: impl Fn(&mut ControlConfig) + Sync) -> String {
@@ -66,7 +66,7 @@ fn a_rank_that_comes_twice_or_too_late_is_refused_alone() {
         error.to_string()
     };
     std::thread::scope(|scope| {
-        let zero = scope.spawn(|| join(&of(0, "a"), Some(listener)).unwrap());
+        let zero = scope.spawn(|| Control::join_at(&of(0, "a"), Some(listener)).unwrap());
         let one = scope.spawn(|| Control::join(&of(1, "b")).unwrap());
         let again = refused(0);
         assert!(
@@ -117,7 +117,7 @@ fn a_rank_that_has_not_heard_of_the_start_may_come_again() {
         stream
     };
     std::thread::scope(|scope| {
-        let zero = scope.spawn(|| join(&config(0, 2, port), Some(listener)).unwrap());
+        let zero = scope.spawn(|| Control::join_at(&config(0, 2, port), Some(listener)).unwrap());
         let first = call();
         let zero = zero.join().unwrap();
         let mut again = call();
@@ -178,7 +178,11 @@ fn a_rank_whose_rank_0_is_stopped_says_so() {
 fn a_rank_of_another_version_is_named_on_all_ranks() {
     let (listener, port) = free_listener();
     std::thread::scope(|scope| {
-        let zero = scope.spawn(|| join(&config(0, 2, port), Some(listener)).err().unwrap());
+        let zero = scope.spawn(|| {
+            Control::join_at(&config(0, 2, port), Some(listener))
+                .err()
+                .unwrap()
+        });
         let hello =
             r#"{"rank": 1, "world_size": 2, "host": "b", "pid": 7, "fingerprint": [], "new": 1}"#;
         let mut stream = shake_hands(port, "secret", 6).unwrap();
@@ -315,7 +319,7 @@ fn ranks_that_have_not_come_keep_nobody_from_saying_what_is_wrong() {
         cannot_start: Some("no file".into()),
         ..config(0, 3, port)
     };
-    let error = join(&unable, Some(listener)).err().unwrap();
+    let error = Control::join_at(&unable, Some(listener)).err().unwrap();
     assert_eq!(error.to_string(), "the run cannot start: rank 0: no file");
     // One second for the others' words, two to tell them, and room for a busy machine.
     assert!(begun.elapsed() < Duration::from_secs(15));

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use candle_launch::{Control, RankGroup, Verdict};
 
-use super::ranks::{config, frame, free_listener, join, operation, shake_hands};
+use super::ranks::{config, frame, free_listener, operation, shake_hands};
 
 const NUM_GATHERS: usize = 32;
 
@@ -43,7 +43,7 @@ fn a_rank_that_does_not_read_stalls_nobody() {
         let fast: Vec<_> = (0..2)
             .map(|rank| {
                 let listener = listener.take();
-                scope.spawn(move || join(&config(rank, 3, port), listener).unwrap())
+                scope.spawn(move || Control::join_at(&config(rank, 3, port), listener).unwrap())
             })
             .collect();
         let mut slow = slow_rank(port);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use candle_launch::{Control, ControlConfig};
 
-use super::ranks::{config, frame, free_listener, join, prove, shake_hands};
+use super::ranks::{config, frame, free_listener, prove, shake_hands};
 
 /// More than any join of two ranks takes here, and less than a second attempt after a stranger has had its time.
 const AT_ONCE: Duration = Duration::from_millis(1500);
@@ -21,10 +21,10 @@ const HELLO: &str =
 fn join_with<T: Send>(meanwhile: impl FnOnce(u16) -> T + Send) -> Duration {
     let (listener, port) = free_listener();
     std::thread::scope(|scope| {
-        let zero = scope.spawn(|| join(&config(0, 2, port), Some(listener)).unwrap());
+        let zero = scope.spawn(|| Control::join_at(&config(0, 2, port), Some(listener)).unwrap());
         let kept = meanwhile(port);
         let begun = Instant::now();
-        let one = join(&config(1, 2, port), None).unwrap();
+        let one = Control::join_at(&config(1, 2, port), None).unwrap();
         let time = begun.elapsed();
         let zero = zero.join().unwrap();
         drop(kept);
@@ -134,10 +134,10 @@ fn who_repeats_what_a_rank_and_a_server_have_said() {
     let [server_said, rank_said] = std::thread::scope(|scope| {
         let heard = scope.spawn(|| overhear(&between, port));
         let zero = scope.spawn(|| {
-            let zero = join(&config(0, 2, port), Some(listener)).unwrap();
+            let zero = Control::join_at(&config(0, 2, port), Some(listener)).unwrap();
             zero.leave().unwrap();
         });
-        let one = join(&config(1, 2, port_between), None).unwrap();
+        let one = Control::join_at(&config(1, 2, port_between), None).unwrap();
         one.leave().unwrap();
         drop(one);
         zero.join().unwrap();
@@ -288,15 +288,15 @@ fn a_flood() {
 fn who_comes_when_the_run_has_started() {
     let (listener, port) = free_listener();
     std::thread::scope(|scope| {
-        let zero = scope.spawn(|| join(&config(0, 2, port), Some(listener)).unwrap());
-        let one = join(&config(1, 2, port), None).unwrap();
+        let zero = scope.spawn(|| Control::join_at(&config(0, 2, port), Some(listener)).unwrap());
+        let one = Control::join_at(&config(1, 2, port), None).unwrap();
         let zero = zero.join().unwrap();
         // Not the process that is rank 1: that one may come again until it has spoken.
         let late = ControlConfig {
             host: "host-9".into(),
             ..config(1, 2, port)
         };
-        let late = join(&late, None).err().unwrap().to_string();
+        let late = Control::join_at(&late, None).err().unwrap().to_string();
         let expected = "rank 1 on host host-9 comes too late";
         assert!(late.contains(expected), "{late}");
         let mut garbage = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -339,12 +339,12 @@ fn two_runs_with_one_port_but_not_one_secret() {
                 join_timeout: Duration::from_secs(1),
                 ..config(1, 2, port)
             };
-            join(&other, None).err().unwrap().to_string()
+            Control::join_at(&other, None).err().unwrap().to_string()
         });
-        let zero = scope.spawn(|| join(&config(0, 2, port), Some(listener)).unwrap());
+        let zero = scope.spawn(|| Control::join_at(&config(0, 2, port), Some(listener)).unwrap());
         let other = other.join().unwrap();
         assert!(other.contains("does not know this run's secret"), "{other}");
-        let one = join(&config(1, 2, port), None).unwrap();
+        let one = Control::join_at(&config(1, 2, port), None).unwrap();
         let zero = zero.join().unwrap();
         one.leave().unwrap();
         zero.leave().unwrap();

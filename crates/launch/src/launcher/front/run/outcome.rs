@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use super::super::NOT_STARTED_EXIT_CODE;
-use super::super::verdict::{Ending, HostLoss, describe_signal};
+use super::super::verdict::{HostLoss, describe_host, describe_signal};
 use super::RunningRanks;
 use crate::launcher::end::{End, LOST_HOST_EXIT_CODE, NEEDS_MPI_EXIT_CODE, NOT_SAVED_EXIT_CODE};
 use crate::launcher::outcome::{Outcome, Remedy};
@@ -34,13 +34,11 @@ impl RunningRanks<'_> {
             return self.not_started();
         }
         let until = |until| self.failures.ending(self.layout, until);
-        let Some(ending) = until(self.stopped_at).or_else(|| until(None)) else {
+        let Some(outcome) = until(self.stopped_at).or_else(|| until(None)) else {
             return Outcome::last(0, None);
         };
-        let needs_mpi = (ending.own).is_some_and(|end| end.has_code(NEEDS_MPI_EXIT_CODE));
-        let for_good = ending.own.and_then(End::is_for_good);
-        let outcome = Outcome::last(ending.code, Some(ending.why));
-        let remedy = match for_good {
+        let needs_mpi = (outcome.own).is_some_and(|end| end.has_code(NEEDS_MPI_EXIT_CODE));
+        let remedy = match outcome.own.and_then(End::is_for_good) {
             Some(why) => Remedy::NotAgain(why),
             None if needs_mpi && self.layout.mpi.is_none() => Remedy::ThroughMpi,
             None if needs_mpi => return outcome.with_note(ASKED_AGAIN),
@@ -60,8 +58,8 @@ impl RunningRanks<'_> {
 
     /// What failed before the signal, or else that it has ended the ranks.
     fn outcome_of_signal(&self, signal: Signal, at: Instant) -> Outcome {
-        if let Some(ending) = self.failures.ending(self.layout, Some(at)) {
-            return Outcome::last(ending.code, Some(ending.why));
+        if let Some(outcome) = self.failures.ending(self.layout, Some(at)) {
+            return outcome;
         }
         let ends = &self.failures.ranks;
         let sentence = match self.is_signalled_again {
@@ -87,15 +85,14 @@ impl RunningRanks<'_> {
         let in_time = |at: Instant| self.stopped_at.is_none_or(|stopped| at <= stopped);
         let counts = |loss: &&HostLoss| loss.is_refusal || in_time(loss.lost_at);
         let losses = self.failures.hosts.iter().filter(counts);
-        let why = |loss| Ending::of_host(loss, &self.layout.hosts).why;
+        let why = |loss| describe_host(loss, &self.layout.hosts);
         let (sentences, without) = match &self.refusal {
             Some(refusal) => (vec![refusal.clone()], Vec::new()),
             None => losses.map(|loss| (why(loss), self.name_of(loss))).unzip(),
         };
         Outcome {
-            exit_code: NOT_STARTED_EXIT_CODE,
-            sentence: Some(sentences.join("\n")),
             remedy: Remedy::Without(without),
+            ..Outcome::last(NOT_STARTED_EXIT_CODE, Some(sentences.join("\n")))
         }
     }
 
