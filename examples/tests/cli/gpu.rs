@@ -117,8 +117,7 @@ fn a_step_waits_for_the_loss_and_for_what_ranks_must_have_alike() {
         let num_ranks = 1 + layout.len();
         for dtype in ["f32", "bf16"] {
             let program = bench().flag("--dtype", dtype).flag("--batch-size", 4);
-            let flags = layout.iter();
-            let program = program.flags(flags);
+            let program = program.flags(&layout);
             let Some(line) = measured(&program.clone().flag("--steps", 1)) else {
                 return;
             };
