@@ -1,2 +1,2 @@
-//! End-to-end tests of the workspace; see `tests/end_to_end.rs`.
+//! End-to-end tests of the workspace; see `tests/end_to_end/`.
 #![forbid(unsafe_code)]

@@ -18,11 +18,7 @@ fn bench() -> Program {
         ("--seq-len", 8),
         ("--steps", 1),
     ];
-    sizes
-        .into_iter()
-        .fold(example("bench_train"), |program, (flag, value)| {
-            program.flag(flag, value)
-        })
+    example("bench_train").flags(&sizes)
 }
 
 fn measured(program: Program) -> Value {
@@ -88,9 +84,7 @@ fn a_layer_keeps_what_the_design_says_in_each_mode_and_layout() {
             "" => program,
             more => program.switch(more),
         };
-        let program = sizes
-            .into_iter()
-            .fold(program, |program, (flag, value)| program.flag(flag, value));
+        let program = program.flags(&sizes);
         let measured = measured(program.flag("--device", "cpu"));
         measured["memory"]["activations_peak_bytes"]
             .as_u64()
@@ -268,8 +262,9 @@ fn a_checkpoint_gives_weights_and_shape() {
     };
     let line = measured(program().flag("--batch-size", 1).flag("--steps", 1));
     assert!(line["parameters"].as_u64().unwrap() > 1_000_000);
-    let outcome = program().flag("--layers", 3).run();
-    outcome.assert_error(&["--layers", "--model"]);
+    program()
+        .flag("--layers", 3)
+        .fails(&["--layers", "--model"]);
 }
 
 #[test]
@@ -339,9 +334,7 @@ fn the_meter_counts_what_waiting_weight_gradients_keep() {
             .flag("--pipeline-layout", "2,2")
             .flag("--device", "cpu");
         let program = program.flag("--kv-heads", 2).flag("--schedule", schedule);
-        let program = sizes
-            .into_iter()
-            .fold(program, |program, (flag, value)| program.flag(flag, value));
+        let program = program.flags(&sizes);
         measured(program)["pipeline"][1]["peak_activations_bytes"]
             .as_u64()
             .unwrap() as f64

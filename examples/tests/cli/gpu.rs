@@ -17,9 +17,7 @@ fn bench() -> Program {
         ("--seq-len", 8),
     ];
     let program = example("bench_train").flag("--device", "cuda");
-    sizes
-        .into_iter()
-        .fold(program, |program, (flag, value)| program.flag(flag, value))
+    program.flags(&sizes)
 }
 
 /// What a run on the emulated GPU measures; `None` if there is no such GPU.
@@ -119,8 +117,7 @@ fn a_step_waits_for_the_loss_and_for_what_ranks_must_have_alike() {
         let num_ranks = 1 + layout.len();
         for dtype in ["f32", "bf16"] {
             let program = bench().flag("--dtype", dtype).flag("--batch-size", 4);
-            let flags = layout.iter();
-            let program = flags.fold(program, |program, (flag, value)| program.flag(flag, value));
+            let program = program.flags(&layout);
             let Some(line) = measured(&program.clone().flag("--steps", 1)) else {
                 return;
             };
@@ -153,7 +150,7 @@ fn a_gpu_without_memory_says_what_holds_it() {
     let in_step = program
         .clone()
         .variable("EMULATED_GPU_BYTES", 20 * parameters);
-    in_step.run().assert_error(&[
+    in_step.fails(&[
         "step 1 failed",
         "CUDA_ERROR_OUT_OF_MEMORY",
         "Emulated GPU",
@@ -166,7 +163,7 @@ fn a_gpu_without_memory_says_what_holds_it() {
     let in_optimizer = program
         .clone()
         .variable("EMULATED_GPU_BYTES", 10 * parameters);
-    in_optimizer.run().assert_error(&[
+    in_optimizer.fails(&[
         "the optimizer's state",
         "CUDA_ERROR_OUT_OF_MEMORY",
         "this rank: weights",
@@ -175,7 +172,7 @@ fn a_gpu_without_memory_says_what_holds_it() {
     // The first weight, the embedding, has 50 * 16 values of 4 bytes, twice while it becomes a parameter.
     for (bytes, size) in [(3000, "2.9 KiB"), (5000, "4.9 KiB")] {
         let in_weights = program.clone().variable("EMULATED_GPU_BYTES", bytes);
-        in_weights.run().assert_error(&[
+        in_weights.fails(&[
             "putting parameter model.",
             "bytes",
             "CUDA_ERROR_OUT_OF_MEMORY",

@@ -93,14 +93,8 @@ fn lines_are_scored_in_their_order_on_any_number_of_ranks() {
 fn what_cannot_be_scored_ends_all_ranks_with_the_line() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("lines.txt");
-    program(&file, 1)
-        .run()
-        .assert_error(&["--data", "lines.txt: No such file"]);
+    program(&file, 1).fails(&["--data", "lines.txt: No such file"]);
     fs::write(&file, b"fair\nfoul \xff\nfair\n").unwrap();
-    let outcome = program(&file, 2).run();
-    outcome.assert_error(&["line 2 of ", "lines.txt cannot be read", "UTF-8"]);
-    program(&file, 2)
-        .flag("--ranks", 0)
-        .run()
-        .assert_error(&["--ranks"]);
+    program(&file, 2).fails(&["line 2 of ", "lines.txt cannot be read", "UTF-8"]);
+    program(&file, 2).flag("--ranks", 0).fails(&["--ranks"]);
 }

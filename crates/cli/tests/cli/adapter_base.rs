@@ -59,12 +59,12 @@ fn an_adapters_folder_finds_its_model() {
     note("nobody/nothing");
     let flags = format!("--model nobody/nothing --adapter {shown}");
     let parts = ["was trained on nobody/nothing", "hub's cache", &flags];
-    alone.run().assert_error(&parts);
-    merge.run().assert_error(&parts);
+    alone.fails(&parts);
+    merge.fails(&parts);
     note("");
     let parts = ["base_model_name_or_path", "--model BASE --adapter"];
-    alone.run().assert_error(&parts);
-    merge.run().assert_error(&parts);
+    alone.fails(&parts);
+    merge.fails(&parts);
 }
 
 #[test]
@@ -85,19 +85,16 @@ fn an_adapter_in_place_of_a_model_is_told_apart() {
     workspace.run_refused(&workspace.finetune().flag("--model", &shown), &parts);
     merge(&workspace, "adapter")
         .flag("--model", &shown)
-        .run()
-        .assert_error(&parts);
+        .fails(&parts);
     let generate = candle_train("generate")
         .flag("--prompt", "The Queen")
         .flag("--model", &shown)
         .flag("--adapter", &shown);
-    generate.run().assert_error(&parts);
+    generate.fails(&parts);
     let export = candle_train("export")
         .argument(&shown)
         .argument(workspace.path("exported").display());
-    export
-        .run()
-        .assert_error(&["is an adapter", "candle-train merge --adapter"]);
+    export.fails(&["is an adapter", "candle-train merge --adapter"]);
     // The tokenizer is beside the adapter, or else with its model.
     let preview = candle_train("preview")
         .flag("--data", workspace.path("text.txt").display())

@@ -104,8 +104,9 @@ fn at_the_models_positions_a_conversation_goes_on() {
             assert_eq!(said, count, "{part:?} in {}", outcome.stderr);
         }
     }
-    let first = program.flag("--prompt", &turn).run();
-    first.assert_error(&["the conversation has ", "takes 48 at most"]);
+    program
+        .flag("--prompt", &turn)
+        .fails(&["the conversation has ", "takes 48 at most"]);
 }
 
 /// A program at a terminal.

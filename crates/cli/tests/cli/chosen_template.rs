@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::folder::edit_json;
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::workspace::{Workspace, candle_train};
 
 /// A base model without a template, and conversations.
@@ -54,30 +54,26 @@ fn a_base_model_learns_conversations_and_keeps_the_template() {
     );
     let output = workspace.output();
     let template = fs::read_to_string(output.join("chat_template.jinja")).unwrap();
-    assert!(
-        template.contains("'<|' + message['role'] + '|>"),
-        "{template}"
-    );
+    template.assert_has(&["'<|' + message['role'] + '|>"]);
     let ends = &read_json(&output.join("generation_config.json"))["eos_token_id"];
     assert!(
         ends.as_array().is_some_and(|ends| !ends.is_empty()),
         "{ends}"
     );
     let toml = fs::read_to_string(output.join("candle_train.toml")).unwrap();
-    assert!(toml.contains("chat-template = \"zephyr\""), "{toml}");
+    toml.assert_has(&["chat-template = \"zephyr\""]);
     // The model's own template is the chosen one now.
     let shown = |model: &Path, flags: &[(&str, &str)]| {
         let program = candle_train("preview")
             .flag("--model", model.display())
             .flag("--data", workspace.path("chat.jsonl").display())
             .flag("--num", 1);
-        let flags = flags.iter();
-        let program = flags.fold(program, |program, (flag, value)| program.flag(flag, value));
+        let program = program.flags(flags);
         program.succeeds_with_warnings().stdout
     };
     let by_flag = shown(&workspace.path("model"), &[("--chat-template", "zephyr")]);
     assert_eq!(shown(&output, &[]), by_flag);
-    assert!(by_flag.contains("<|assistant|>"), "{by_flag}");
+    by_flag.assert_has(&["<|assistant|>"]);
     let chat = candle_train("generate")
         .flag("--model", output.display())
         .switch("--chat")
@@ -121,13 +117,11 @@ fn an_end_of_turn_in_pieces_is_warned_of() {
     let workspace = workspace();
     let run = finetune(&workspace).flag("--chat-template", "chatml");
     let said = run.succeeds_with_warnings().stderr;
-    for part in [
+    said.assert_has(&[
         "<|im_end|>, <|im_start|>",
         "do not end by themselves",
         "hint: mistral and zephyr",
-    ] {
-        assert!(said.contains(part), "{said}");
-    }
+    ]);
 }
 
 #[test]
@@ -167,15 +161,13 @@ fn an_adapter_brings_its_template_to_the_chat_the_merge_and_the_next_run() {
     // The base model alone has none, and one can be named.
     let base = candle_train("chat").flag("--model", workspace.path("model").display());
     let base = base.flag("--prompt", "Begin").flag("--max-new-tokens", 4);
-    base.run()
-        .assert_error(&["has no chat template", "--chat-template"]);
+    base.fails(&["has no chat template", "--chat-template"]);
     base.clone().flag("--chat-template", "mistral").succeeds();
-    let text = base.flag("--chat-template", "vicuna").run();
-    text.assert_error(&["cannot read the chat template vicuna"]);
+    base.flag("--chat-template", "vicuna")
+        .fails(&["cannot read the chat template vicuna"]);
     let text = candle_train("generate").flag("--model", workspace.path("model").display());
     let text = text.flag("--prompt", "a").flag("--chat-template", "chatml");
-    text.run()
-        .assert_error(&["--chat-template is given without --chat"]);
+    text.fails(&["--chat-template is given without --chat"]);
 }
 
 #[test]
@@ -193,7 +185,7 @@ fn a_template_for_data_without_conversations_is_refused() {
     workspace.run_refused(&run, &parts);
     let run = run.flag("--columns", "instruction=prompt,output=completion");
     let said = run.succeeds_with_warnings().stdout;
-    assert!(said.contains("chat template: zephyr"), "{said}");
+    said.assert_has(&["chat template: zephyr"]);
 }
 
 #[test]
@@ -215,10 +207,7 @@ fn an_adapters_template_counts_wherever_it_is() {
     });
     let run = finetune(&workspace).flag("--adapter", adapter.display());
     let said = run.succeeds_with_warnings().stdout;
-    assert!(
-        said.contains("chat template: ") && said.contains("tokenizer_config.json"),
-        "{said}"
-    );
+    said.assert_has(&["chat template: ", "tokenizer_config.json"]);
     let merge = candle_train("merge").flag("--adapter", adapter.display());
     let merged = workspace.path("merged");
     merge.flag("--output", merged.display()).succeeds();

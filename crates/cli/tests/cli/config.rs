@@ -107,8 +107,9 @@ fn a_pipe_in_place_of_a_file_is_named_and_not_waited_for() {
     let step = saves.join("step-000001");
     let run = workspace.finetune().flag("--resume", step.display());
     workspace.refuses(&run, &["manifest.json", "it is a pipe"]);
-    let inspect = candle_train("inspect").argument(step.display()).run();
-    inspect.assert_error(&["manifest.json", "it is a pipe"]);
+    candle_train("inspect")
+        .argument(step.display())
+        .fails(&["manifest.json", "it is a pipe"]);
 }
 
 #[test]

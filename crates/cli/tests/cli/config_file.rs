@@ -3,7 +3,7 @@
 use std::fs;
 
 use super::folder::read_checkpoint;
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::training::metrics;
 use super::workspace::{Workspace, candle_train};
 
@@ -25,14 +25,12 @@ fn the_file_that_a_run_leaves_makes_the_same_model() {
     let numbers = metrics(&workspace.path("metrics.jsonl"));
     let file = workspace.output().join("candle_train.toml");
     let text = fs::read_to_string(&file).unwrap();
-    for line in [
+    text.assert_has(&[
         "lr = 0.003\n",
         "prompt = \"007\"\n",
         "no-shuffle = true\n",
         "global-batch-size = 4\n",
-    ] {
-        assert!(text.contains(line), "{line:?} is not in {text}");
-    }
+    ]);
     let again = workspace.path("again");
     let with_config = candle_train("finetune")
         .flag("--config", file.display())
@@ -147,7 +145,7 @@ fn flags_win_over_what_contradicts_them_in_the_file() {
     };
     said("--bf16", None);
     let out = said("--gradient-accumulation-steps", Some("5"));
-    assert!(out.contains("2 steps of 10 sequences"), "{out}");
+    out.assert_has(&["2 steps of 10 sequences"]);
     let out = said("--epochs", Some("1"));
     assert!(!out.contains(" 2 steps"), "the file's steps: {out}");
 }
@@ -166,7 +164,7 @@ fn pretrain_takes_accumulated_gradients_and_a_warm_up_in_parts() {
         .flag("--warmup-ratio", 1)
         .flag("--metrics", metrics.display());
     let out = program.succeeds().stdout;
-    assert!(out.contains("4 steps of 8 sequences"), "{out}");
+    out.assert_has(&["4 steps of 8 sequences"]);
     let text = std::fs::read_to_string(metrics).unwrap();
     let rates = text.lines().map(|line| {
         let line: serde_json::Value = serde_json::from_str(line).unwrap();
@@ -223,6 +221,5 @@ fn the_file_of_a_run_says_nothing_that_would_be_refused() {
     cosine.flag("--lr-schedule", "cosine").succeeds();
     // In a file alone it is an error, as on a command line.
     let idle = with_file(&workspace, "lr-decay-ratio = 0.5");
-    idle.run()
-        .assert_error(&["--lr-decay-ratio is given without --lr-schedule wsd"]);
+    idle.fails(&["--lr-decay-ratio is given without --lr-schedule wsd"]);
 }

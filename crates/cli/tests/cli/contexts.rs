@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::folder::{edit_json, fixture, read_json};
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::training::metrics;
 use super::workspace::Workspace;
 
@@ -88,7 +88,7 @@ fn ranks_that_share_sequences_train_and_evaluate_as_one() {
     for (flags, words) in cases {
         let workspace = Workspace::new();
         let out = finetune(&workspace, flags).succeeds().stdout;
-        assert!(out.contains(words), "{out}");
+        out.assert_has(&[words]);
         let got = numbers_of(&workspace);
         let pairs = got.iter().zip(&expected);
         let is_close = |(got, want): (&f64, &f64)| (got - want).abs() <= 1e-5 * want.abs();
@@ -139,14 +139,12 @@ fn a_checkpoint_goes_on_with_other_ranks_of_a_sequence() {
         ("--resume", &step),
     ];
     let warning = finetune(&workspace, &flags).succeeds_with_warnings().stderr;
-    for part in [
+    warning.assert_has(&[
         "--cp is 2",
         "--cp-method is ulysses",
         "ring",
         "added in another order",
-    ] {
-        assert!(warning.contains(part), "{warning}");
-    }
+    ]);
     let last = metrics(&workspace.path("metrics.jsonl"));
     let loss = last
         .iter()
@@ -188,7 +186,7 @@ fn sequences_that_cannot_be_shared_are_refused() {
             &["--cp 2", "parameter-server", "hint"],
         ),
     ] {
-        finetune(&workspace, flags).run().assert_error(words);
+        finetune(&workspace, flags).fails(words);
     }
 }
 
@@ -208,30 +206,21 @@ fn yarn_lengthens_a_model_and_the_output_says_so() {
         "16 tokens",
         "hint: --seq-len 16 at most, or --rope-scaling yarn:3",
     ];
-    finetune(&workspace, &[]).run().assert_error(&words);
-    longer("yarn:2")
-        .run()
-        .assert_error(&["--seq-len 37", "32 tokens", "yarn:3"]);
+    finetune(&workspace, &[]).fails(&words);
+    longer("yarn:2").fails(&["--seq-len 37", "32 tokens", "yarn:3"]);
     for factor in ["yarn:1", "yarn:inf", "yarn:", "4", "linear:4"] {
-        longer(factor)
-            .run()
-            .assert_error(&["--rope-scaling", "yarn:4"]);
+        longer(factor).fails(&["--rope-scaling", "yarn:4"]);
     }
-    longer("yarn:1.01")
-        .run()
-        .assert_error(&["1.01", "16 tokens", "more than 16", "config.json"]);
+    longer("yarn:1.01").fails(&["1.01", "16 tokens", "more than 16", "config.json"]);
     let adapter = longer("yarn:3").flag("--lora-rank", 2);
-    adapter.run().assert_error(&[
+    adapter.fails(&[
         "adapter",
         "\"max_position_embeddings\": 48",
         "\"factor\":3.0",
         "\"rope_theta\":500.0",
     ]);
     let out = longer("yarn:3").flag("--steps", 1).succeeds().stdout;
-    assert!(
-        out.contains("lengthened from 16 to 48 tokens by YaRN"),
-        "{out}"
-    );
+    out.assert_has(&["lengthened from 16 to 48 tokens by YaRN"]);
     let config = std::fs::read_to_string(workspace.output().join("config.json")).unwrap();
     let config: Value = serde_json::from_str(&config).unwrap();
     assert_eq!(config["max_position_embeddings"], 48);
@@ -251,17 +240,13 @@ fn yarn_lengthens_a_model_and_the_output_says_so() {
     });
     finetune(&workspace, &[("--steps", "1")]).succeeds();
     assert_eq!(numbers_of(&workspace), first);
-    longer("yarn:2.5")
-        .run()
-        .assert_error(&["2.5", "no fewer than the 48"]);
+    longer("yarn:2.5").fails(&["2.5", "no fewer than the 48"]);
     let out = longer("yarn:4").flag("--steps", 1).succeeds().stdout;
-    assert!(out.contains("lengthened from 16 to 64 tokens"), "{out}");
+    out.assert_has(&["lengthened from 16 to 64 tokens"]);
     workspace.edit_config(|config| {
         config["rope_scaling"] = json!({"rope_type": "linear", "factor": 4.0});
     });
-    longer("yarn:3")
-        .run()
-        .assert_error(&["scaled already", "linear", "config.json"]);
+    longer("yarn:3").fails(&["scaled already", "linear", "config.json"]);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::workspace::{Workspace, candle_train};
 
 const TEMPLATE: &str = "{% for m in messages %}{{ m.role + '\\n' + m.content }}{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}";
@@ -49,20 +49,17 @@ fn finetune(workspace: &Workspace) -> Program {
 fn a_masked_history_is_shown_kept_with_the_flags_and_compared() {
     let workspace = workspace_of(6);
     let shown = preview(&workspace).flag("--num", 1).succeeds().stdout;
-    assert!(shown.contains("⟦one<|end_of_text|>⟧"), "{shown}");
+    shown.assert_has(&["⟦one<|end_of_text|>⟧"]);
     let masked = preview(&workspace).switch("--mask-history");
     let shown = masked.flag("--num", 1).succeeds().stdout;
-    assert!(
-        shown.contains("assistant\none<|end_of_text|>") && shown.contains("⟦a <|end_of_text|>⟧"),
-        "{shown}"
-    );
+    shown.assert_has(&["assistant\none<|end_of_text|>", "⟦a <|end_of_text|>⟧"]);
 
     let run = finetune(&workspace)
         .flag("--save-every", 1)
         .flag("--save-dir", workspace.path("saves").display());
     run.clone().switch("--mask-history").succeeds();
     let flags = fs::read_to_string(workspace.output().join("candle_train.toml")).unwrap();
-    assert!(flags.contains("mask-history = true\n"), "{flags}");
+    flags.assert_has(&["mask-history = true\n"]);
     let resumed = run.flag("--resume", workspace.path("saves/step-000001").display());
     workspace.run_refused(
         &resumed,
@@ -101,27 +98,19 @@ fn records_that_ask_for_something_else_end_the_run_or_are_told() {
         "chat.jsonl line 2: message 1 has weight 0.5",
         "expected 0 or 1",
     ];
-    preview(&workspace).run().assert_error(&parts);
+    preview(&workspace).fails(&parts);
     let call = json!({"tool_calls": [{"function": {"name": "f", "arguments": "{\"x\": 1}"}}]});
     write(&workspace, &[plain, answer(call)]);
     for _ in 0..2 {
         let outcome = preview(&workspace).succeeds_with_warnings();
-        assert!(
-            outcome.stdout.contains("⟦b{\"x\": 1}"),
-            "{}",
-            outcome.stdout
-        );
+        outcome.prints(&["⟦b{\"x\": 1}"]);
         assert_eq!(outcome.stderr.matches("--keep-argument-strings").count(), 1);
-        assert!(
-            outcome.stderr.contains("1 record, the first "),
-            "{}",
-            outcome.stderr
-        );
+        outcome.says(&["1 record, the first "]);
     }
     let kept = preview(&workspace)
         .switch("--keep-argument-strings")
         .succeeds();
-    assert!(kept.stdout.contains(r#"⟦b"{\"x\": 1}""#), "{}", kept.stdout);
+    kept.prints(&[r#"⟦b"{\"x\": 1}""#]);
     assert_eq!(kept.stderr, "");
 
     fs::write(
@@ -139,7 +128,7 @@ fn records_that_ask_for_something_else_end_the_run_or_are_told() {
         "chat_template.jinja does not show message 0, of the role \"developer\"",
         "hint: ",
     ];
-    preview(&workspace).run().assert_error(&parts);
+    preview(&workspace).fails(&parts);
 }
 
 /// The numbers in what `line` says before a word: records, tokens and sequences.
@@ -206,10 +195,7 @@ fn variables_for_the_template_are_those_of_flag_and_record() {
         "{shown}"
     );
     let shown = gay(preview(&workspace)).succeeds().stdout;
-    assert!(
-        shown.contains("gay user") && shown.contains("sad user"),
-        "{shown}"
-    );
+    shown.assert_has(&["gay user", "sad user"]);
 
     workspace.refuses(
         &gay(workspace.finetune()),
@@ -218,13 +204,12 @@ fn variables_for_the_template_are_those_of_flag_and_record() {
     let wrong = |json: &str| finetune(&workspace).flag("--chat-template-kwargs", json);
     workspace.refuses(&wrong(r#"{"tone": 1}"#), &["does not read tone"]);
     for json in ["mood", "[1]", r#"{"messages": []}"#] {
-        wrong(json).run().assert_error(&["--chat-template-kwargs"]);
+        wrong(json).fails(&["--chat-template-kwargs"]);
     }
 
     gay(finetune(&workspace)).flag("--steps", 1).succeeds();
     let flags = fs::read_to_string(workspace.output().join("candle_train.toml")).unwrap();
-    let kept = r#"chat-template-kwargs = '{"mood":"gay"}'"#;
-    assert!(flags.contains(kept), "{flags}");
+    flags.assert_has(&[r#"chat-template-kwargs = '{"mood":"gay"}'"#]);
 
     // In a chat they decide what is continued.
     let refusing = "{% if mood == 'gay' %}{{ raise_exception('no gaiety') }}{% endif %}{{ messages[0].content }}";
@@ -235,7 +220,6 @@ fn variables_for_the_template_are_those_of_flag_and_record() {
         .flag("--max-new-tokens", 2);
     let chat = generate.clone().switch("--chat");
     chat.succeeds();
-    gay(chat).run().assert_error(&["no gaiety"]);
-    let text = gay(generate).run();
-    text.assert_error(&["--chat-template-kwargs is given without --chat"]);
+    gay(chat).fails(&["no gaiety"]);
+    gay(generate).fails(&["--chat-template-kwargs is given without --chat"]);
 }

@@ -6,7 +6,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::workspace::{Workspace, candle_train, refuses_file};
 
 #[test]
@@ -57,13 +57,7 @@ fn a_text_that_is_shorter_than_one_sequence_is_one() {
     let workspace = Workspace::new();
     fs::write(workspace.path("text.txt"), "Once more").unwrap();
     let outcome = workspace.finetune().succeeds();
-    assert!(
-        outcome
-            .stdout
-            .contains("in 1 sequence, 2 steps of 4 sequences of 16 tokens"),
-        "{}",
-        outcome.stdout
-    );
+    outcome.prints(&["in 1 sequence, 2 steps of 4 sequences of 16 tokens"]);
 }
 
 #[test]
@@ -93,13 +87,12 @@ fn data_that_is_no_known_file_nor_a_folder_of_them_is_an_error() {
     .unwrap();
     fs::write(workspace.path("texts/b.txt"), "").unwrap();
     let outcome = with("texts").succeeds_with_warnings();
-    let said = "b.txt: it is empty";
-    assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
+    outcome.says(&["b.txt: it is empty"]);
     fs::write(workspace.path("texts/b.txt"), "The second document.").unwrap();
     fs::write(workspace.path("texts/notes.md"), "no data").unwrap();
     let outcome = with("texts").succeeds();
-    assert!(outcome.stdout.contains(": 2 texts, "), "{}", outcome.stdout);
-    assert!(outcome.stderr.contains("notes.md"), "{}", outcome.stderr);
+    outcome.prints(&[": 2 texts, "]);
+    outcome.says(&["notes.md"]);
 }
 
 const CHATML: &str = "{% for m in messages %}{{ m.role + '\\n' + m.content + eos_token + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}";
@@ -153,21 +146,11 @@ fn conversations_are_trained_on_and_what_is_left_out_is_told() {
         .clone()
         .switch("--no-packing")
         .succeeds_with_warnings();
-    assert!(
-        outcome.stdout.contains("5 records of messages, "),
-        "{}",
-        outcome.stdout
-    );
-    for part in [
+    outcome.prints(&["5 records of messages, "]);
+    outcome.says(&[
         "chat.jsonl line 3: it is not valid JSON",
         "skipped 1 record without a token to learn",
-    ] {
-        assert!(
-            outcome.stderr.contains(part),
-            "{part:?} is not in {}",
-            outcome.stderr
-        );
-    }
+    ]);
     let steps = fs::read_to_string(workspace.path("metrics.jsonl")).unwrap();
     let steps: Vec<Value> = steps
         .lines()
@@ -260,10 +243,7 @@ fn the_preview_shows_sequences_as_they_are_trained_on() {
         .flag("--num", 1)
         .succeeds_with_warnings()
         .stdout;
-    assert!(
-        text.contains("Say 2 words<|end_of_text|>\nassistant\n⟦word word <|end_of_text|>⟧"),
-        "{text}"
-    );
+    text.assert_has(&["Say 2 words<|end_of_text|>\nassistant\n⟦word word <|end_of_text|>⟧"]);
     assert!(!text.contains('\x1b'));
 }
 
@@ -285,8 +265,7 @@ fn a_cache_is_used_again_and_never_for_other_data() {
     let content = fs::read(&cached[0]).unwrap();
     fs::write(&cached[0], &content[..content.len() - 1]).unwrap();
     let outcome = preview(&workspace).succeeds_with_warnings();
-    let told = "are damaged and are made again";
-    assert!(outcome.stderr.contains(told), "{}", outcome.stderr);
+    outcome.says(&["are damaged and are made again"]);
     assert_eq!(fs::read(&cached[0]).unwrap(), content);
     assert_eq!(sequences(&preview(&workspace)), first);
     // What is made of the data depends on template, tokenizer, flag and the data itself.
@@ -317,29 +296,21 @@ fn records_that_are_too_long_follow_the_flag_and_nothing_left_is_an_error() {
             .flag("--seq-len", 32)
             .flag("--overlong", overlong)
     };
-    let outcome = long("error").run();
-    outcome.assert_error(&[
+    long("error").fails(&[
         "chat.jsonl line ",
         "tokens, more than a sequence of 32",
         "--overlong",
     ]);
     let truncated = long("truncate").succeeds_with_warnings();
-    assert!(
-        truncated
-            .stderr
-            .contains(" longer than 32 tokens, and left out "),
-        "{}",
-        truncated.stderr
-    );
+    truncated.says(&[" longer than 32 tokens, and left out "]);
     let dropped = long("drop").succeeds_with_warnings();
-    assert!(dropped.stderr.contains("dropped "), "{}", dropped.stderr);
+    dropped.says(&["dropped "]);
     preview(&workspace)
         .flag("--seq-len", 4)
         .flag("--overlong", "drop")
-        .run()
-        .assert_error(&["nothing to learn is left"]);
+        .fails(&["nothing to learn is left"]);
     fs::write(workspace.path("chat.jsonl"), "{}\n[]\n").unwrap();
-    preview(&workspace).run().assert_error(&[
+    preview(&workspace).fails(&[
         "no record from which anything can be learned",
         "line 1",
         "line 2",
@@ -347,8 +318,7 @@ fn records_that_are_too_long_follow_the_flag_and_nothing_left_is_an_error() {
     fs::remove_file(workspace.model("chat_template.jinja")).unwrap();
     let workspace = workspace_with_conversations();
     fs::remove_file(workspace.model("chat_template.jinja")).unwrap();
-    let outcome = preview(&workspace).run();
-    outcome.assert_error(&[
+    let outcome = preview(&workspace).fails(&[
         "skipped 6 records, the first ",
         "chat.jsonl line 1: it is a conversation, and the checkpoint has no chat template",
         "hint: --chat-template llama3",
@@ -372,11 +342,10 @@ fn columns_are_named_for_data_and_evaluation_kept_and_compared() {
         .flag("--columns", columns)
         .succeeds()
         .stdout;
-    assert!(
-        shown.contains("2 records of prompt and completion, ")
-            && shown.contains("⟦Before we proceed,\nhear me<|end_of_text|>⟧"),
-        "{shown}"
-    );
+    shown.assert_has(&[
+        "2 records of prompt and completion, ",
+        "⟦Before we proceed,\nhear me<|end_of_text|>⟧",
+    ]);
     let run = workspace
         .finetune()
         .flag("--tp", 1)
@@ -387,18 +356,9 @@ fn columns_are_named_for_data_and_evaluation_kept_and_compared() {
         .flag("--save-every", 1)
         .flag("--save-dir", workspace.path("saves").display());
     let outcome = run.clone().flag("--columns", columns).succeeds();
-    assert!(
-        outcome
-            .stdout
-            .contains("evaluation on 2 records of prompt and completion"),
-        "{}",
-        outcome.stdout
-    );
+    outcome.prints(&["evaluation on 2 records of prompt and completion"]);
     let flags = fs::read_to_string(workspace.output().join("candle_train.toml")).unwrap();
-    assert!(
-        flags.contains(&format!("columns = {columns:?}\n")),
-        "{flags}"
-    );
+    flags.assert_has(&[&format!("columns = {columns:?}\n")]);
     let resumed = run.flag("--resume", workspace.path("saves/step-000001").display());
     workspace.run_refused(
         &resumed
@@ -450,5 +410,5 @@ fn a_new_tokenizer_is_learned_from_the_columns_that_are_named() {
         ],
     );
     let outcome = pretrain("text=body").succeeds_with_warnings();
-    assert!(outcome.stdout.contains("1 text, "), "{}", outcome.stdout);
+    outcome.prints(&["1 text, "]);
 }

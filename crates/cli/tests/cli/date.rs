@@ -5,7 +5,7 @@ use std::fs;
 use serde_json::json;
 
 use super::folder::read_checkpoint;
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::workspace::{Workspace, candle_train};
 
 const WITH_DATE: &str = "{{ 'Today is ' + strftime_now('%d %b %Y') + '\\n' }}{% for m in messages %}{{ m.role + '\\n' + m.content + eos_token + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}";
@@ -43,22 +43,18 @@ fn the_date_of_a_run_is_kept_with_its_flags() {
     let workspace = workspace_with_dates();
     let text = preview(&workspace).flag("--date", "2020-01-02");
     let text = text.succeeds().stdout;
-    assert!(text.contains("Today is 02 Jan 2020\n"), "{text}");
+    text.assert_has(&["Today is 02 Jan 2020\n"]);
 
     let outcome = finetune(&workspace).succeeds();
-    assert!(
-        outcome.stdout.contains("chosen for you: ") && outcome.stdout.contains("--date 20"),
-        "{}",
-        outcome.stdout
-    );
+    outcome.prints(&["chosen for you: ", "--date 20"]);
     let of_today = read_checkpoint(&workspace.output());
     let file = workspace.output().join("candle_train.toml");
     let text = fs::read_to_string(&file).unwrap();
-    assert!(text.contains("date = \"20"), "{text}");
+    text.assert_has(&["date = \"20"]);
 
     finetune(&workspace).flag("--date", "2020-01-02").succeeds();
     let text = fs::read_to_string(&file).unwrap();
-    assert!(text.contains("date = \"2020-01-02\"\n"), "{text}");
+    text.assert_has(&["date = \"2020-01-02\"\n"]);
     let want = read_checkpoint(&workspace.output());
     assert!(want != of_today);
     let again = workspace.path("again");
@@ -91,11 +87,7 @@ fn a_run_that_is_resumed_has_the_date_of_its_checkpoint() {
     let want = read_checkpoint(&workspace.output());
     fs::remove_dir_all(saves.join("step-000003")).unwrap();
     let resumed = program.clone().flag("--resume", "latest").succeeds();
-    assert!(
-        resumed.stdout.contains("--date 2020-01-02"),
-        "{}",
-        resumed.stdout
-    );
+    resumed.prints(&["--date 2020-01-02"]);
     assert!(read_checkpoint(&workspace.output()) == want);
     let other = dated
         .flag("--date", "2020-01-03")
@@ -119,22 +111,16 @@ fn a_date_that_nothing_asks_for_is_refused() {
         .flag("--model", workspace.path("model").display())
         .flag("--prompt", "Hello")
         .flag("--max-new-tokens", 2);
-    dated(generate.clone())
-        .run()
-        .assert_error(&["--date is given without --chat"]);
+    dated(generate.clone()).fails(&["--date is given without --chat"]);
     let refusing = "{% if strftime_now('%Y') == '2020' %}{{ raise_exception('a bad year') }}{% endif %}{{ messages[0].content }}";
     fs::write(workspace.model("chat_template.jinja"), refusing).unwrap();
     let chat = generate.switch("--chat");
     chat.succeeds();
-    dated(chat.clone()).run().assert_error(&["a bad year"]);
+    dated(chat.clone()).fails(&["a bad year"]);
     let bad = chat.clone().flag("--date", "2020-02-30");
-    bad.run().assert_error(&["--date"]);
+    bad.fails(&["--date"]);
     let undated = WITH_DATE.replace("strftime_now('%d %b %Y')", "'someday'");
     fs::write(workspace.model("chat_template.jinja"), undated).unwrap();
-    dated(chat)
-        .run()
-        .assert_error(&["the model's chat template prints no date"]);
-    dated(preview(&workspace))
-        .run()
-        .assert_error(&["nothing asks for the date"]);
+    dated(chat).fails(&["the model's chat template prints no date"]);
+    dated(preview(&workspace)).fails(&["nothing asks for the date"]);
 }

@@ -47,9 +47,7 @@ fn a_run_that_diverges_names_the_step_and_a_parameter() {
         let last = saves.join("step-000001.failed");
         let named = format!("{} has the run as it was then", last.display());
         let before = "there is no checkpoint from before";
-        saving
-            .run()
-            .assert_error(&[parts[0], parts[1], &named, before]);
+        saving.fails(&[parts[0], parts[1], &named, before]);
         assert_eq!(names(&saves), ["step-000001.failed"]);
         // The weights after the first step, as a run has them that ends there.
         let (out, one) = (workspace.path("exported"), workspace.path("one"));
@@ -73,13 +71,6 @@ fn a_run_that_diverges_names_the_step_and_a_parameter() {
     workspace.fails(&program, &parts);
 }
 
-#[track_caller]
-fn assert_says(stderr: &str, parts: &[&str]) {
-    for part in parts {
-        assert!(stderr.contains(part), "{part:?} is not in\n{stderr}");
-    }
-}
-
 /// A run of four good steps, each saved, of which one checkpoint is kept.
 fn four_good_steps(workspace: &Workspace) -> (Program, PathBuf) {
     let saves = workspace.path("saves");
@@ -99,17 +90,13 @@ fn four_good_steps(workspace: &Workspace) -> (Program, PathBuf) {
 fn a_run_that_diverges_keeps_its_last_good_checkpoint_and_goes_on_from_it() {
     let workspace = Workspace::new();
     let (program, saves) = four_good_steps(&workspace);
-    let outcome = program.clone().flag("--lr", 1e30).run();
-    assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
+    let outcome = program.clone().flag("--lr", 1e30).run().exited(2);
     let (failed, good) = (saves.join("step-000005.failed"), saves.join("step-000004"));
-    assert_says(
-        &outcome.stderr,
-        &[
-            "step 6 failed",
-            &format!("{} has the run as it was then", failed.display()),
-            &format!("the newest checkpoint from before is {}", good.display()),
-        ],
-    );
+    outcome.says(&[
+        "step 6 failed",
+        &format!("{} has the run as it was then", failed.display()),
+        &format!("the newest checkpoint from before is {}", good.display()),
+    ]);
     assert_eq!(names(&saves), ["step-000004", "step-000005.failed"]);
     let list = candle_train("inspect").argument(saves.display()).succeeds();
     let failed = list.stdout.lines().find(|line| line.contains(".failed"));
@@ -119,8 +106,7 @@ fn a_run_that_diverges_keeps_its_last_good_checkpoint_and_goes_on_from_it() {
         list.stdout
     );
     let resumed = program.succeeds_with_warnings();
-    let said = format!("resumed after step 4 from {}", good.display());
-    assert!(resumed.stdout.contains(&said), "{}", resumed.stdout);
+    resumed.prints(&[&format!("resumed after step 4 from {}", good.display())]);
     assert_eq!(names(&saves), ["step-000005.failed", "step-000008"]);
 }
 
@@ -133,19 +119,16 @@ fn a_run_whose_checkpoints_are_all_set_aside_does_not_begin_anew() {
     // With other data the first loss is out of the range: that says nothing of the checkpoint.
     fs::write(workspace.path("text.txt"), text).unwrap();
     let ends = program.clone().switch("--stop-on-divergence");
-    let ends = ends.flag("--max-loss-ratio", 1.01).run();
-    assert_eq!(ends.code, Some(2), "{}", ends.stderr);
-    assert_says(&ends.stderr, &["the loss of step 5 is "]);
+    let ends = ends.flag("--max-loss-ratio", 1.01).run().exited(2);
+    ends.says(&["the loss of step 5 is "]);
     assert_eq!(names(&saves), ["step-000004", "step-000005.failed"]);
     fs::remove_dir_all(saves.join("step-000004")).unwrap();
-    let outcome = program.run();
-    assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
+    let outcome = program.run().exited(2);
     let aside = saves.join("step-000005.failed").display().to_string();
     let parts = ["there is no checkpoint in", &aside, "hint: --resume"];
-    assert_says(&outcome.stderr, &parts);
+    outcome.says(&parts);
     let named = program.flag("--resume", aside).succeeds_with_warnings();
-    let said = "resumed after step 5";
-    assert!(named.stdout.contains(said), "{}", named.stdout);
+    named.prints(&["resumed after step 5"]);
 }
 
 #[test]
@@ -154,8 +137,11 @@ fn a_loss_out_of_its_range_is_a_warning_keeps_what_there_was_or_ends_the_run() {
     let (program, saves) = four_good_steps(&workspace);
     let program = program.flag("--lr", 1).flag("--max-grad-norm", 0);
     let program = program.flag("--max-loss-ratio", 1.5);
-    let ends = program.clone().switch("--stop-on-divergence").run();
-    assert_eq!(ends.code, Some(2), "{}", ends.stderr);
+    let ends = program
+        .clone()
+        .switch("--stop-on-divergence")
+        .run()
+        .exited(2);
     let good = saves.join("step-000005");
     let named = format!("the newest checkpoint from before is {}", good.display());
     let parts = [
@@ -163,7 +149,7 @@ fn a_loss_out_of_its_range_is_a_warning_keeps_what_there_was_or_ends_the_run() {
         "more than 1.5 times the median",
         named.as_str(),
     ];
-    assert_says(&ends.stderr, &parts);
+    ends.says(&parts);
     assert_eq!(
         names(&saves),
         ["step-000005", "step-000006.failed", "step-000007.failed"]
@@ -176,8 +162,7 @@ fn a_loss_out_of_its_range_is_a_warning_keeps_what_there_was_or_ends_the_run() {
         "{}",
         goes_on.stderr
     );
-    let kept = "the newest checkpoint from before that step is kept";
-    assert!(goes_on.stderr.contains(kept), "{}", goes_on.stderr);
+    goes_on.says(&["the newest checkpoint from before that step is kept"]);
     let aside = ["step-000006.failed", "step-000007.failed"];
     assert_eq!(
         names(&saves),
@@ -227,7 +212,7 @@ fn weights_that_do_not_fit_the_type_to_be_saved_are_rescued_in_f32() {
         "f32 or bf16",
         &said,
     ];
-    program.run().assert_error(&parts);
+    program.fails(&parts);
     workspace.assert_output_is_untouched();
     let config = read_json(&rescued.join("config.json"));
     assert_eq!(config["dtype"], "float32");

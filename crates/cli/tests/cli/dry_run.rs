@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use serde_json::Value;
 
 use super::folder::{Snapshot, read_checkpoint, snapshot};
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::training::metrics;
 use super::workspace::{Workspace, candle_train};
 
@@ -133,11 +133,7 @@ fn it_says_what_a_start_says() {
     let on = on.switch("--resume-anyway");
     let before = state(&workspace.path(""));
     let told = on.clone().switch("--dry-run").succeeds_with_warnings();
-    assert!(
-        told.stdout.contains("resumed after step 2"),
-        "{}",
-        told.stdout
-    );
+    told.prints(&["resumed after step 2"]);
     assert_same(&state(&workspace.path("")), &before);
 }
 
@@ -158,15 +154,14 @@ fn a_model_may_have_no_more_than_its_configuration() {
     assert_eq!(unknown["steps"], Value::Null);
     assert_eq!(unknown["memory"], whole["memory"]);
     let said = by_epochs.switch("--dry-run").succeeds().stdout;
-    let why = "the data is not read: the model has no tokenizer.json\n";
-    assert!(said.contains(why), "{said}");
+    said.assert_has(&["the data is not read: the model has no tokenizer.json\n"]);
     for (flag, value, part) in [
         ("--tp", "5", "hint: use tp <= 4"),
         ("--data", "nowhere.txt", "nowhere.txt"),
         ("--seq-len", "100000", "hint: --seq-len "),
     ] {
         let program = workspace.finetune().switch("--dry-run").flag(flag, value);
-        program.run().assert_error(&[part]);
+        program.fails(&[part]);
     }
     // With a tokenizer the data is read.
     let of_model = super::folder::fixture("gqa").join("model/tokenizer.json");
@@ -190,9 +185,8 @@ fn a_new_model_and_its_tokens_are_told_too() {
     assert!(state(&workspace.path("")) == before);
     assert_eq!(told["steps"], 2);
     assert_eq!(told["parameters"], told["trained_parameters"]);
-    let wrong = program.switch("--json").run();
-    assert_eq!(wrong.code, Some(2));
-    assert!(wrong.stderr.contains("\n  --dry-run\n"), "{}", wrong.stderr);
+    let wrong = program.switch("--json").run().exited(2);
+    wrong.says(&["\n  --dry-run\n"]);
 }
 
 #[test]
@@ -252,7 +246,7 @@ fn what_a_start_finds_late_is_told_too() {
     let again = program.flag("--output", output.display());
     let refused = |program: Program, part: &str| {
         let told = program.clone().switch("--dry-run").run();
-        assert!(told.stderr.contains(part), "{}", told.stderr);
+        told.says(&[part]);
         let done = program.run();
         let said = done.stderr.replace("rank 0: ", "");
         assert_eq!((told.code, told.stderr), (done.code, said));
@@ -305,7 +299,7 @@ fn a_model_that_lacks_files_is_checked_as_far_as_they_do_not_matter() {
             .clone()
             .switch("--dry-run")
             .flag(flag, place.display());
-        program.run().assert_error(&["file"]);
+        program.fails(&["file"]);
     }
     // A folder that was copied in part.
     let index = r#"{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}"#;
@@ -316,9 +310,8 @@ fn a_model_that_lacks_files_is_checked_as_far_as_they_do_not_matter() {
         workspace.model("tokenizer.json"),
     )
     .unwrap();
-    let told = program.clone().switch("--dry-run").run();
-    told.assert_error(&[part]);
-    program.run().assert_error(&[part]);
+    program.clone().switch("--dry-run").fails(&[part]);
+    program.fails(&[part]);
 }
 
 #[test]
@@ -328,14 +321,11 @@ fn best_weights_that_are_kept_beside_the_output_take_room() {
     let program = program.flag("--eval-every", 1).flag("--patience", 2);
     let program = program.switch("--dry-run");
     let said = program.clone().succeeds().stdout;
-    assert!(said.contains("\nroom for checkpoints: "), "{said}");
-    assert!(said.contains(".output.best"), "{said}");
+    said.assert_has(&["\nroom for checkpoints: ", ".output.best"]);
     // More than any number of bytes.
     let saves = workspace.path("saves").display().to_string();
     let program = program.flag("--save-dir", saves).flag("--keep", i64::MAX);
-    program
-        .run()
-        .assert_error(&["not enough space", "checkpoints"]);
+    program.fails(&["not enough space", "checkpoints"]);
 }
 
 /// Of one replica is counted what its ranks hold together, and not the largest rank times their number.

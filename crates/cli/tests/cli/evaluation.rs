@@ -37,11 +37,7 @@ fn evaluations_are_printed_and_logged_and_the_same_on_every_layout() {
     let workspace = Workspace::new();
     let run = evaluated(&workspace).flag("--eval-every", 4);
     let outcome = run.succeeds();
-    assert!(
-        outcome.stdout.contains(" sequences not trained on\n"),
-        "{}",
-        outcome.stdout
-    );
+    outcome.prints(&[" sequences not trained on\n"]);
     let said: Vec<&str> = outcome
         .stderr
         .lines()
@@ -93,11 +89,7 @@ fn other_data_is_evaluated_and_training_is_the_same_without() {
     let want = read_checkpoint(&workspace.output());
     let run = plain.flag("--eval-data", workspace.path("other.txt").display());
     let outcome = run.flag("--eval-every", 1).succeeds();
-    assert!(
-        outcome.stderr.contains("evaluation after step 1: loss "),
-        "{}",
-        outcome.stderr
-    );
+    outcome.says(&["evaluation after step 1: loss "]);
     assert!(read_checkpoint(&workspace.output()) == want);
 }
 
@@ -127,7 +119,7 @@ fn training_ends_when_evaluations_do_not_improve_and_the_best_checkpoint_stays()
     let weights = read_checkpoint(&workspace.output());
     fs::remove_dir_all(saves.join(step(best + 2))).unwrap();
     let outcome = run.flag("--resume", "latest").succeeds();
-    assert!(outcome.stdout.contains(&said), "{}", outcome.stdout);
+    outcome.prints(&[&said]);
     let again = without_times(metrics(&workspace.path("metrics.jsonl")));
     assert_eq!(again, numbers);
     assert!(read_checkpoint(&workspace.output()) == weights);
@@ -180,11 +172,8 @@ fn with_patience_the_output_gets_the_best_weights() {
             };
             run.clone().flag("--steps", best).succeeds();
             let want = output();
-            let flags = flags.iter();
-            let run = flags.fold(
-                run.flag("--patience", patience).flag("--steps", steps),
-                |run, (flag, value)| run.flag(flag, value),
-            );
+            let run = run.flag("--patience", patience).flag("--steps", steps);
+            let run = run.flags(&flags);
             let run = match folder {
                 Some(folder) => run.flag("--save-dir", workspace.path(folder).display()),
                 None => run,
@@ -257,9 +246,7 @@ fn flags_that_contradict_each_other_are_refused() {
             vec!["--eval-data", "cannot be used with"],
         ),
     ] {
-        let run = flags
-            .iter()
-            .fold(run.clone(), |run, (flag, value)| run.flag(flag, value));
+        let run = run.clone().flags(&flags);
         workspace.refuses(&run, &parts);
     }
 }
@@ -302,20 +289,18 @@ fn best_weights_beside_the_output_stay_until_a_run_that_is_not_refused() {
         .flag("--steps", 100_000)
         .flag("--max-secs", 2)
         .succeeds();
-    let said = "the weights with the least evaluation loss, ";
-    assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
+    outcome.prints(&["the weights with the least evaluation loss, "]);
     let of_run = names(&best);
     assert!(!of_run.is_empty());
     let checkpoint = best.join(of_run.last().unwrap());
-    assert!(outcome.stdout.contains(&checkpoint.display().to_string()));
+    outcome.prints(&[&checkpoint.display().to_string()]);
     let refused = run
         .clone()
         .flag("--trace", workspace.path("text.txt").display());
-    refused.run().assert_error(&["is no trace"]);
+    refused.fails(&["is no trace"]);
     run.clone()
         .flag("--resume", workspace.path("nowhere").display())
-        .run()
-        .assert_error(&["nowhere"]);
+        .fails(&["nowhere"]);
     assert_eq!(names(&best), of_run);
     let exported = workspace.path("exported");
     let export = candle_train("export").argument(checkpoint.display());

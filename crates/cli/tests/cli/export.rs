@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::folder::{Snapshot, Tensors, names, read_checkpoint, snapshot};
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::workspace::{Workspace, candle_train};
 
 /// Three steps with a checkpoint after each, and its folder.
@@ -102,32 +102,25 @@ fn exports_that_are_refused_and_other_types_and_sizes() {
             > 2
     );
     let before = snapshot(&output);
-    run.run()
-        .assert_error(&["holds a model already", "--overwrite"]);
+    run.fails(&["holds a model already", "--overwrite"]);
     assert!(snapshot(&output) == before);
     run.clone().switch("--overwrite").succeeds();
     assert!(!names(&output).contains(&"model.safetensors.index.json".to_string()));
     let parts = ["has no manifest.json", "step-000003"];
-    export(&saves, &output).run().assert_error(&parts);
+    export(&saves, &output).fails(&parts);
     let over_itself = export(&checkpoint, &checkpoint).switch("--overwrite");
-    over_itself.run().assert_error(&["it is or holds"]);
+    over_itself.fails(&["it is or holds"]);
     run.clone()
         .flag("--max-shard-size", "much")
-        .run()
-        .assert_error(&["a size such as 5GB"]);
+        .fails(&["a size such as 5GB"]);
     let moved = workspace.path("moved");
     fs::rename(workspace.path("model"), &moved).unwrap();
     let again = run.switch("--overwrite");
-    again
-        .run()
-        .assert_error(&["it is not there", "hint: --model"]);
+    again.fails(&["it is not there", "hint: --model"]);
     again.clone().flag("--model", moved.display()).succeeds();
     let other = super::folder::fixture("bf16_sharded/model");
     let parts = ["are not those with which the run began"];
-    again
-        .flag("--model", other.display())
-        .run()
-        .assert_error(&parts);
+    again.flag("--model", other.display()).fails(&parts);
 }
 
 #[test]
@@ -143,7 +136,7 @@ fn inspect_tells_what_is_there_and_what_is_damaged() {
     let said = inspect.succeeds().stdout;
     assert!(!said.contains("model.norm.weight"), "{said}");
     let said = inspect.clone().switch("--tensors").succeeds().stdout;
-    for part in [
+    said.assert_has(&[
         "step-000002: after step 2, 20",
         "evaluation loss ",
         "pp 2 x dp 2 x tp 2, ZeRO-2",
@@ -155,12 +148,10 @@ fn inspect_tells_what_is_there_and_what_is_damaged() {
         "rank-00000.safetensors",
         "model/config.json",
         "xxh3 ",
-    ] {
-        assert!(said.contains(part), "{part:?} is not in: {said}");
-    }
+    ]);
     assert!(!said.contains("verified"), "{said}");
     let said = inspect.clone().switch("--verify").succeeds().stdout;
-    assert!(said.contains(" verified"), "{said}");
+    said.assert_has(&[" verified"]);
     let line = said.lines().last().unwrap();
     let (what, found) = line.split_once(": all files").unwrap();
     assert!(
@@ -175,8 +166,10 @@ fn inspect_tells_what_is_there_and_what_is_damaged() {
     let all = folder.clone().switch("--verify").succeeds().stdout;
     let line = all.lines().last().unwrap();
     assert!(line.starts_with("verified: "), "{all}");
-    let tensors = folder.clone().switch("--tensors").run();
-    tensors.assert_error(&["--tensors", "has 3 checkpoints", "hint: "]);
+    folder
+        .clone()
+        .switch("--tensors")
+        .fails(&["--tensors", "has 3 checkpoints", "hint: "]);
     assert!(
         lines[0].starts_with("step-000003: after step 3, "),
         "{list}"
@@ -187,21 +180,20 @@ fn inspect_tells_what_is_there_and_what_is_damaged() {
     bytes[last] ^= 1;
     fs::write(&file, bytes).unwrap();
     inspect.succeeds();
-    let damaged = inspect.switch("--verify").run();
-    damaged.assert_error(&["rank-00001.safetensors was changed"]);
+    let damaged = inspect
+        .switch("--verify")
+        .fails(&["rank-00001.safetensors was changed"]);
     let marked = damaged
         .stdout
         .lines()
         .filter(|line| line.ends_with("DAMAGED"));
     assert_eq!(marked.count(), 1, "{}", damaged.stdout);
     folder.succeeds();
-    let list = folder.clone().switch("--verify").run();
-    list.assert_error(&["1 of 3 checkpoints in"]);
-    assert!(
-        list.stdout.contains("step-000002: NOT VALID: "),
-        "{}",
-        list.stdout
-    );
+    let list = folder
+        .clone()
+        .switch("--verify")
+        .fails(&["1 of 3 checkpoints in"]);
+    list.prints(&["step-000002: NOT VALID: "]);
     for step in ["step-000001", "step-000002", "step-000003"] {
         fs::rename(saves.join(step), saves.join(format!("{step}.failed"))).unwrap();
     }
@@ -216,19 +208,12 @@ fn inspect_tells_what_is_there_and_what_is_damaged() {
         ("step-000009", "has no manifest.json"),
     ] {
         let inspect = candle_train("inspect").argument(workspace.path(argument).display());
-        inspect.run().assert_error(&[part]);
+        inspect.fails(&[part]);
     }
 }
 
 fn inspect(workspace: &Workspace) -> Program {
     candle_train("inspect").argument(workspace.path("model").display())
-}
-
-#[track_caller]
-fn says(said: &str, parts: &[&str]) {
-    for part in parts {
-        assert!(said.contains(part), "{part:?} is not in: {said}");
-    }
 }
 
 #[test]
@@ -244,13 +229,13 @@ fn inspect_tells_what_a_model_is() {
         "embeddings     not tied: the head has a weight of its own\n",
         "tokenizer      307 tokens\n",
     ];
-    says(&said, &facts);
+    said.assert_has(&facts);
     assert!(!said.contains("model.norm.weight"), "{said}");
     let said = inspect(&workspace).switch("--tensors").succeeds().stdout;
-    says(&said, &["  model.norm.weight [32] f32\n"]);
+    said.assert_has(&["  model.norm.weight [32] f32\n"]);
     fs::write(workspace.model("chat_template.jinja"), "{{ messages }}").unwrap();
     let said = inspect(&workspace).succeeds().stdout;
-    says(&said, &["chat template  in chat_template.jinja\n"]);
+    said.assert_has(&["chat template  in chat_template.jinja\n"]);
     fs::write(workspace.model("chat_template.jinja"), "{{ messages").unwrap();
     fs::remove_file(workspace.model("tokenizer.json")).unwrap();
     let said = inspect(&workspace).succeeds().stdout;
@@ -258,7 +243,7 @@ fn inspect_tells_what_a_model_is() {
         "chat template  none that can be used: the chat template of",
         "tokenizer      none that can be read: cannot read the tokenizer",
     ];
-    says(&said, &parts);
+    said.assert_has(&parts);
 }
 
 #[test]
@@ -269,7 +254,7 @@ fn inspect_verifies_a_model() {
         let line = said.lines().last().unwrap();
         let said = format!("verified: {tensors}, ");
         assert!(line.starts_with(&said), "{line}");
-        assert!(line.contains("all values are finite"), "{line}");
+        line.assert_has(&["all values are finite"]);
     };
     verified("gqa", "39 tensors in 1 file");
     verified("bf16_sharded", "30 tensors in 5 files");
@@ -280,7 +265,7 @@ fn inspect_verifies_a_model() {
         workspace.edit_weights(|tensors| edit(tensors));
         inspect(&workspace).succeeds();
         let verify = inspect(&workspace).switch("--verify");
-        verify.run().assert_error(parts);
+        verify.fails(parts);
     };
     refuses(
         &|tensors| drop(tensors.remove(name)),
@@ -328,21 +313,18 @@ fn inspect_tells_what_it_can_of_models_that_are_not_supported() {
         "not supported: ",
         "model_type is \"mamba\"; supported: model_type \"llama\"",
     ];
-    says(&said, &parts);
+    said.assert_has(&parts);
     let verify = inspect(&workspace).switch("--verify");
-    verify.run().assert_error(&["model_type is \"mamba\""]);
+    verify.fails(&["model_type is \"mamba\""]);
     fs::remove_file(workspace.model("model.safetensors")).unwrap();
     let said = inspect(&workspace).succeeds().stdout;
-    says(
-        &said,
-        &[
-            "layers         4",
-            "no weights: ",
-            "has neither model.safetensors",
-        ],
-    );
+    said.assert_has(&[
+        "layers         4",
+        "no weights: ",
+        "has neither model.safetensors",
+    ]);
     fs::write(workspace.model("config.json"), "{").unwrap();
-    inspect(&workspace).run().assert_error(&["config.json"]);
+    inspect(&workspace).fails(&["config.json"]);
 }
 
 /// In KiB, of a line that begins with these words: `weights 1.2 MiB, ..` or `1.2 MiB  2.3 KiB`.
@@ -397,9 +379,7 @@ fn the_memory_that_inspect_tells_is_that_of_a_run() {
             // Which depends on the processor, and on what memory is free.
             .flag("--pack-weights", "off")
             .flag("--sample-tokens", 0);
-        let run = flags
-            .iter()
-            .fold(run, |run, (flag, value)| run.flag(flag, value));
+        let run = run.flags(flags);
         let said = run.succeeds().stdout;
         let mut expected = numbers(&said, "memory of the largest rank, expected: ");
         expected.push(expected.iter().sum());

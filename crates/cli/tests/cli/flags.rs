@@ -83,14 +83,15 @@ fn numbers_out_of_range_are_refused_with_flag_value_and_what_is_expected() {
                 &format!("invalid value '{value}' for '{flag} <"),
                 &format!("expected {expected}"),
             ];
-            let outcome = workspace.finetune().flag(flag, value).run();
-            outcome.assert_error(&parts.map(String::as_str));
+            workspace
+                .finetune()
+                .flag(flag, value)
+                .fails(&parts.map(String::as_str));
         }
     }
     for flag in SIZES {
         for value in ["0", "-1"] {
-            let outcome = candle_train("pretrain").flag(flag, value).run();
-            outcome.assert_error(&[
+            candle_train("pretrain").flag(flag, value).fails(&[
                 &format!("invalid value '{value}' for '{flag} <"),
                 "expected a whole number >= 1",
             ]);
@@ -179,8 +180,7 @@ fn a_number_of_the_optimizer_changes_the_weights() {
         let workspace = Workspace::new();
         let program = workspace.finetune().flag("--lr", 0.05);
         let program = program.flag("--warmup-steps", 0).flag("--steps", 3);
-        let flags = flags.iter();
-        let program = flags.fold(program, |program, (flag, value)| program.flag(flag, value));
+        let program = program.flags(flags);
         program.succeeds();
         fs::read(workspace.output().join("model.safetensors")).unwrap()
     };
@@ -320,8 +320,7 @@ fn flags_that_would_do_nothing_are_refused() {
             vec!["--lora-alpha is given without --lora-rank"],
         ),
     ] {
-        let flags = flags.iter();
-        let run = flags.fold(run.clone(), |run, (flag, value)| run.flag(flag, value));
+        let run = run.clone().flags(&flags);
         workspace.refuses(&run, &parts);
     }
     let run = workspace.finetune();

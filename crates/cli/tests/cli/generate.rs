@@ -47,11 +47,8 @@ fn a_text_ends_with_an_error_at_the_models_positions_or_a_line_says_why_it_goes_
         program.flag("--max-new-tokens", tokens)
     };
     let refused = |program: Program, parts: &[&str]| {
-        let outcome = program.run();
-        assert_eq!(outcome.code, Some(1), "{}", outcome.stderr);
-        for part in parts {
-            assert!(outcome.stderr.contains(part), "{}", outcome.stderr);
-        }
+        let outcome = program.run().exited(1);
+        outcome.says(parts);
         outcome
     };
     let parts = ["has reached the model's 8 positions", "--max-new-tokens "];
@@ -63,7 +60,7 @@ fn a_text_ends_with_an_error_at_the_models_positions_or_a_line_says_why_it_goes_
     // Nobody has asked for more.
     let open = program(1).without("--max-new-tokens").succeeds();
     assert_eq!(open.stdout, long.stdout);
-    assert!(open.stderr.contains(parts[0]), "{}", open.stderr);
+    open.says(&[parts[0]]);
     let prompt = program(1).flag("--prompt", "The Queen of Hearts made some tarts");
     refused(prompt, &["error: the prompt has ", "takes 8 at most"]);
     workspace.edit_config(|config| {
@@ -127,8 +124,9 @@ fn weights_are_held_in_the_form_that_is_asked_for() {
     assert_eq!(text("q4k"), blocks);
     let tp = program().flag("--base-dtype", "bf16").flag("--tp", 2);
     assert_eq!(tp.succeeds().stdout, wide);
-    let wrong = program().flag("--base-dtype", "q5_k").run();
-    wrong.assert_error(&["--base-dtype", "q8_0", "q4k"]);
+    program()
+        .flag("--base-dtype", "q5_k")
+        .fails(&["--base-dtype", "q8_0", "q4k"]);
 }
 
 #[test]
@@ -143,9 +141,7 @@ fn a_conversation_is_answered_in_the_models_template() {
             .switch("--chat")
             .flag("--prompt", "Who are you?")
     };
-    chat()
-        .run()
-        .assert_error(&["has no chat template", "hint: "]);
+    chat().fails(&["has no chat template", "hint: "]);
     let template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>";
     fs::write(workspace.model("chat_template.jinja"), template).unwrap();
     // Its stdin is empty, so the conversation ends after the first answer.
@@ -157,9 +153,7 @@ fn a_conversation_is_answered_in_the_models_template() {
         Some(answer.as_str())
     );
     let silent = generate(&workspace).switch("--chat");
-    silent
-        .run()
-        .assert_error(&["--chat: stdin ended before", "hint: ", "--prompt"]);
+    silent.fails(&["--chat: stdin ended before", "hint: ", "--prompt"]);
     let system = chat().flag("--system", "Be brief.").succeeds().stdout;
     assert_ne!(system, answer);
 }
@@ -181,24 +175,20 @@ fn an_adapter_changes_what_is_written() {
 #[test]
 fn what_cannot_be_generated_is_said() {
     let workspace = Workspace::new();
-    generate(&workspace)
-        .run()
-        .assert_error(&["neither --prompt nor --chat"]);
+    generate(&workspace).fails(&["neither --prompt nor --chat"]);
     let empty = generate(&workspace).flag("--prompt", "");
-    empty.run().assert_error(&["the prompt has no tokens"]);
+    empty.fails(&["the prompt has no tokens"]);
     let system = generate(&workspace)
         .flag("--prompt", "a")
         .flag("--system", "b");
-    system.run().assert_error(&["--chat"]);
+    system.fails(&["--chat"]);
     let tp = generate(&workspace).flag("--prompt", "a").flag("--tp", 5);
-    tp.run().assert_error(&["tp(5)", "num_attention_heads(4)"]);
+    tp.fails(&["tp(5)", "num_attention_heads(4)"]);
     edit_json(&workspace.model("config.json"), |config| {
         config["vocab_size"] = 5.into()
     });
     let other = generate(&workspace).flag("--prompt", "The Queen");
-    other
-        .run()
-        .assert_error(&["embed_tokens", "[307, 32]", "expected [5, 32]"]);
+    other.fails(&["embed_tokens", "[307, 32]", "expected [5, 32]"]);
 }
 
 #[test]
@@ -210,23 +200,14 @@ fn the_models_file_is_taken_as_transformers_takes_it_and_flags_win() {
     fs::write(&config, file).unwrap();
     let run = |flags: &[(&str, &str)]| {
         let program = generate(&workspace).flag("--prompt", "The Queen");
-        let flags = flags.iter();
-        flags
-            .fold(program, |program, (flag, value)| program.flag(flag, value))
-            .succeeds()
+        program.flags(flags).succeeds()
     };
     let of_file = run(&[("--seed", "1")]);
     let said = "temperature 0.7, top_k 1, top_p 0.8, repetition_penalty 1.5, ends [300, 301]\n";
-    assert!(of_file.stderr.contains(said), "{}", of_file.stderr);
+    of_file.says(&[said]);
     // One token is left to draw from.
     let greedy = run(&[("--temperature", "0")]);
-    assert!(
-        greedy
-            .stderr
-            .contains("the most likely token, repetition_penalty 1.5"),
-        "{}",
-        greedy.stderr
-    );
+    greedy.says(&["the most likely token, repetition_penalty 1.5"]);
     assert_eq!(greedy.stdout, of_file.stdout);
     let free = run(&[("--temperature", "0"), ("--repetition-penalty", "1")]);
     assert_ne!(free.stdout, greedy.stdout);
@@ -236,15 +217,10 @@ fn the_models_file_is_taken_as_transformers_takes_it_and_flags_win() {
     );
     fs::remove_file(&config).unwrap();
     let hot = run(&[("--temperature", "2")]);
-    assert!(
-        hot.stderr.contains("temperature 2, top_k 50, top_p 1, "),
-        "{}",
-        hot.stderr
-    );
+    hot.says(&["temperature 2, top_k 50, top_p 1, "]);
     for flag in ["--top-p", "--top-k"] {
         let idle = generate(&workspace).flag("--prompt", "a").flag(flag, 1);
-        idle.run()
-            .assert_error(&[flag, "the temperature is 0", "hint: "]);
+        idle.fails(&[flag, "the temperature is 0", "hint: "]);
     }
 }
 

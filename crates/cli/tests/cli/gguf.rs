@@ -15,6 +15,7 @@ use serde_json::json;
 use super::folder::{fixture, read_checkpoint, read_json};
 use super::gguf_file::Read;
 use super::gguf_models::{Case, bundled, export, families, tokenizers, values};
+use super::program::AssertText;
 use super::workspace::Workspace;
 
 /// What llama.cpp calls a tensor.
@@ -333,10 +334,7 @@ fn rows_that_are_no_whole_blocks_have_another_type_and_a_line_says_so() {
         .flag("--type", "q4_k_m")
         .succeeds()
         .stdout;
-    assert!(
-        said.contains("q5_0 in place of q4_k, as rows of 192 values are no whole blocks: "),
-        "{said}"
-    );
+    said.assert_has(&["q5_0 in place of q4_k, as rows of 192 values are no whole blocks: "]);
     assert!(
         said.contains("blk.*.attn_q.weight") && !said.contains("blk.*.ffn_down.weight"),
         "{said}"
@@ -355,10 +353,7 @@ fn rows_that_are_no_whole_blocks_have_another_type_and_a_line_says_so() {
         .flag("--type", "q8_0")
         .succeeds()
         .stdout;
-    assert!(
-        said.contains(
-            "f16 in place of q8_0, as rows of 56 values are no whole blocks: blk.*.ffn_down.weight"
-        ),
-        "{said}"
-    );
+    said.assert_has(&[
+        "f16 in place of q8_0, as rows of 56 values are no whole blocks: blk.*.ffn_down.weight",
+    ]);
 }

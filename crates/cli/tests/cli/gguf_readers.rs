@@ -16,6 +16,7 @@ use super::folder::copy_folder;
 use super::gguf::name_in_file;
 use super::gguf_file::Read;
 use super::gguf_models::{bundled, export, families};
+use super::program::AssertText;
 use super::workspace::{Workspace, candle_train};
 
 /// Gives a model of Llama's the weights that a file made of it has.
@@ -171,38 +172,30 @@ fn inspect_tells_what_a_file_has() {
     export(bundled(), &file).flag("--type", "q8_0").succeeds();
     let inspect = || candle_train("inspect").argument(file.display());
     let said = inspect().succeeds().stdout;
-    for part in [
+    said.assert_has(&[
         "is a GGUF file",
         "llama.block_count",
         "tokenizer.ggml.tokens",
         "1024 values",
         "29 tensors: q8_0, ",
         "9 tensors: f32, ",
-    ] {
-        assert!(said.contains(part), "{part}: {said}");
-    }
+    ]);
     let said = inspect()
         .switch("--tensors")
         .switch("--verify")
         .succeeds()
         .stdout;
-    assert!(
-        said.contains("  blk.0.attn_q.weight [192, 192] q8_0\n"),
-        "{said}"
-    );
-    assert!(
-        said.contains("verified: 38 tensors, all values are finite"),
-        "{said}"
-    );
+    said.assert_has(&[
+        "  blk.0.attn_q.weight [192, 192] q8_0\n",
+        "verified: 38 tensors, all values are finite",
+    ]);
     let bytes = fs::read(&file).unwrap();
     for len in [0, 3, 20, 1000, bytes.len() - 1] {
         fs::write(&file, &bytes[..len]).unwrap();
-        inspect().run().assert_error(&["model.gguf"]);
+        inspect().fails(&["model.gguf"]);
     }
     fs::write(&file, "not that").unwrap();
-    inspect()
-        .run()
-        .assert_error(&["model.gguf is no GGUF file"]);
+    inspect().fails(&["model.gguf is no GGUF file"]);
     // Sizes that no file has, in the place of the first dim of a tensor.
     let name = b"token_embd.weight";
     let place = bytes
@@ -214,9 +207,6 @@ fn inspect_tells_what_a_file_has() {
         let place = place + name.len() + 4;
         bytes[place..place + 8].copy_from_slice(&dim.to_le_bytes());
         fs::write(&file, bytes).unwrap();
-        inspect()
-            .switch("--verify")
-            .run()
-            .assert_error(&["model.gguf"]);
+        inspect().switch("--verify").fails(&["model.gguf"]);
     }
 }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::folder::{copy_folder, fixture, names};
 use super::gguf_models::export;
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::workspace::{Workspace, candle_train};
 
 #[test]
@@ -15,7 +15,7 @@ fn what_cannot_be_done_is_said() {
     let (dir, file) = (workspace.path("model"), workspace.path("model.gguf"));
     let refuse = |program: Program, parts: &[&str]| {
         let before = names(workspace.path("").as_path());
-        program.run().assert_error(parts);
+        program.fails(parts);
         assert_eq!(names(workspace.path("").as_path()), before);
     };
     refuse(
@@ -82,19 +82,14 @@ fn what_cannot_be_done_is_said() {
     );
     let program = export(&moved, &workspace.path("b.gguf")).flag("--model", dir.display());
     let said = program.run().stderr;
-    assert!(
-        said.contains("error: the adapter in") && said.contains("which the model in"),
-        "{said}"
-    );
+    said.assert_has(&["error: the adapter in", "which the model in"]);
 }
 
 #[test]
 fn what_llama_cpp_does_not_know_is_said() {
     let refuse = |workspace: &Workspace, parts: &[&str]| {
         let file = workspace.path("model.gguf");
-        export(&workspace.path("model"), &file)
-            .run()
-            .assert_error(parts);
+        export(&workspace.path("model"), &file).fails(parts);
         assert!(!file.exists());
     };
     refuse(
@@ -110,10 +105,7 @@ fn what_llama_cpp_does_not_know_is_said() {
     let said = export(&window.path("model"), &window.path("model.gguf"))
         .succeeds()
         .stdout;
-    assert!(
-        said.contains("no windows of attention in llama: a text of more than 5 tokens"),
-        "{said}"
-    );
+    said.assert_has(&["no windows of attention in llama: a text of more than 5 tokens"]);
     // Tokenizers.
     let split = |edit: fn(&mut Value)| {
         let workspace = Workspace::new();
@@ -154,9 +146,7 @@ fn what_llama_cpp_does_not_know_is_said() {
     });
     let file = large.path("model.gguf");
     let program = export(&large.path("model"), &file).flag("--type", "f16");
-    program
-        .run()
-        .assert_error(&["lm_head.weight", "1000000", "65504"]);
+    program.fails(&["lm_head.weight", "1000000", "65504"]);
 }
 
 #[test]
@@ -170,11 +160,9 @@ fn a_full_disk_leaves_what_was_there() {
     let program = export(&workspace.path("model"), &file)
         .flag("--type", "f32")
         .switch("--overwrite");
-    program.with_limited_files().run().assert_error(&[
-        "cannot write",
-        "model.gguf",
-        "File too large",
-    ]);
+    program
+        .with_limited_files()
+        .fails(&["cannot write", "model.gguf", "File too large"]);
     assert_eq!(fs::read_to_string(&file).unwrap(), "before");
     assert_eq!(names(&folder), ["model.gguf"]);
 }

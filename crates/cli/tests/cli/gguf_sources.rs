@@ -10,6 +10,7 @@ use super::folder::{fixture, read_checkpoint};
 use super::gguf::{assert_same, name_in_file, swapped};
 use super::gguf_file::{Read, assert_near};
 use super::gguf_models::{export, tokenizers, values};
+use super::program::AssertText;
 use super::workspace::{Workspace, candle_train};
 
 #[test]
@@ -114,10 +115,7 @@ fn a_run_writes_a_file_at_its_end() {
     run.clone().switch("--dry-run").succeeds();
     let said = run.succeeds().stdout;
     let file = workspace.path("trained-q8_0.gguf");
-    assert!(
-        said.contains(&format!("wrote {}", file.display())),
-        "{said}"
-    );
+    said.assert_has(&[&format!("wrote {}", file.display())]);
     let again = workspace.path("again.gguf");
     export(&output, &again).flag("--type", "q8_0").succeeds();
     assert_near(&file, &again, 0.0);
@@ -132,9 +130,9 @@ fn a_run_writes_a_file_at_its_end() {
         "trained-q8_0.gguf exists already",
         "hint: --overwrite replaces it",
     ];
-    run.run().assert_error(&parts);
+    run.fails(&parts);
     assert!(fs::read(&file).unwrap() == before);
-    run.clone().switch("--dry-run").run().assert_error(&parts);
+    run.clone().switch("--dry-run").fails(&parts);
     // What comes into its place while the run trains is not lost, and the model is there.
     let output = workspace.path("second");
     let file = workspace.path("second-f32.gguf");
@@ -143,22 +141,14 @@ fn a_run_writes_a_file_at_its_end() {
         .without("--overwrite")
         .flag("--output", output.display());
     let run = run.flag("--export-gguf", "f32").flag("--steps", 100);
-    let outcome = run.run_and(|stderr| {
-        if stderr.contains("step ") && !file.exists() {
-            fs::write(&file, "mine").unwrap();
-        }
-    });
-    assert_eq!(
-        outcome.code,
-        Some(NOT_SAVED_EXIT_CODE.into()),
-        "{}",
-        outcome.stderr
-    );
-    assert!(
-        outcome.stderr.contains("not as a GGUF file"),
-        "{}",
-        outcome.stderr
-    );
+    let outcome = run
+        .run_and(|stderr| {
+            if stderr.contains("step ") && !file.exists() {
+                fs::write(&file, "mine").unwrap();
+            }
+        })
+        .exited(NOT_SAVED_EXIT_CODE.into());
+    outcome.says(&["not as a GGUF file"]);
     assert_eq!(fs::read_to_string(&file).unwrap(), "mine");
     assert_eq!(
         read_checkpoint(&output).len(),
@@ -198,8 +188,7 @@ fn a_run_writes_a_file_at_its_end() {
         .finetune()
         .flag("--output", dynamic.path("out").display())
         .flag("--export-gguf", "f32");
-    run.run()
-        .assert_error(&["rope_type is \"dynamic\"", "hint: "]);
+    run.fails(&["rope_type is \"dynamic\"", "hint: "]);
 }
 
 #[test]
@@ -213,21 +202,17 @@ fn a_modelfile_says_how_ollama_uses_the_file() {
             .switch("--modelfile")
             .succeeds()
             .stdout;
-        assert!(said.contains("Modelfile"), "{said}");
+        said.assert_has(&["Modelfile"]);
         let program = export(&workspace.path("model"), &workspace.path("b.gguf"));
         program
             .switch("--modelfile")
-            .run()
-            .assert_error(&["Modelfile exists already", "--overwrite"]);
+            .fails(&["Modelfile exists already", "--overwrite"]);
         assert!(!workspace.path("b.gguf").exists());
         fs::read_to_string(workspace.path("Modelfile")).unwrap()
     };
     let text = modelfile("chatml");
-    assert!(
-        text.starts_with("FROM ./model.gguf\nTEMPLATE \"\"\"{{ if .System }}<|im_start|>system\n"),
-        "{text}"
-    );
-    assert!(text.contains("PARAMETER stop \"<|im_end|>\"\n"), "{text}");
+    text.assert_begins("FROM ./model.gguf\nTEMPLATE \"\"\"{{ if .System }}<|im_start|>system\n");
+    text.assert_has(&["PARAMETER stop \"<|im_end|>\"\n"]);
     // The first token is llama.cpp's to add.
     let text = modelfile("zephyr");
     assert!(text.contains("TEMPLATE") && !text.contains("<s>"), "{text}");
@@ -248,7 +233,7 @@ fn a_modelfile_says_how_ollama_uses_the_file() {
         "top_p 0.9",
         "repeat_penalty 1.1",
     ] {
-        assert!(text.contains(&format!("PARAMETER {line}\n")), "{text}");
+        text.assert_has(&[&format!("PARAMETER {line}\n")]);
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::program::AssertText;
 use super::workspace::candle_train;
 
 /// What `--help` says about each flag.
@@ -30,9 +31,7 @@ fn assert_says(help: &BTreeMap<String, String>, flag: &str, parts: &[&str]) {
     let text = help
         .get(flag)
         .unwrap_or_else(|| panic!("no {flag} in {help:?}"));
-    for part in parts {
-        assert!(text.contains(part), "{part:?} is not in: {text}");
-    }
+    text.assert_has(parts);
 }
 
 const TRAINING: &[(&str, &[&str])] = &[

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::workspace::{Workspace, candle_train};
 
 #[test]
@@ -48,11 +48,7 @@ fn degrees_and_sizes_that_do_not_fit_are_named_with_their_numbers() {
         ),
     ];
     for (flags, parts) in cases {
-        let program = flags
-            .iter()
-            .fold(workspace.finetune(), |program, (name, value)| {
-                program.flag(name, value)
-            });
+        let program = workspace.finetune().flags(flags);
         workspace.refuses(&program, parts);
     }
 }
@@ -80,19 +76,20 @@ fn the_batch_size_of_a_device_decides_that_of_a_step_unless_that_is_given() {
         .flag("--per-device-train-batch-size", 3);
     let of_ranks = program.clone().without("--global-batch-size");
     let out = of_ranks.succeeds().stdout;
-    assert!(out.contains("1 step of 6 sequences"), "{out}");
-    let said = "a step: micro-batch 3 x dp 2 x accumulation 1 = 6 sequences\n";
-    assert!(out.contains(said), "{out}");
-    assert!(out.contains("--global-batch-size 6"), "{out}");
+    out.assert_has(&[
+        "1 step of 6 sequences",
+        "a step: micro-batch 3 x dp 2 x accumulation 1 = 6 sequences\n",
+        "--global-batch-size 6",
+    ]);
     // The file of the run says the same, whoever runs it again.
     let file = workspace.output().join("candle_train.toml");
     let again = candle_train("finetune")
         .flag("--config", file.display())
         .flag("--output", workspace.path("again").display());
     let out = again.succeeds().stdout;
-    assert!(out.contains("1 step of 6 sequences"), "{out}");
+    out.assert_has(&["1 step of 6 sequences"]);
     let out = program.flag("--global-batch-size", 12).succeeds().stdout;
-    assert!(out.contains("1 step of 12 sequences"), "{out}");
+    out.assert_has(&["1 step of 12 sequences"]);
     assert!(!out.contains("a step: "), "{out}");
 }
 
@@ -107,28 +104,22 @@ fn flags_for_more_devices_start_a_run_on_one_which_says_what_they_do_not_do() {
         ("--offload", "optimizer"),
     ];
     let of_eight = |program: Program| {
-        let program = of_eight
-            .iter()
-            .fold(program, |program, (flag, value)| program.flag(flag, value));
+        let program = program.flags(&of_eight);
         program.switch("--no-overlap").switch("--deterministic")
     };
-    let alone = ["--tp", "--pp", "--dp"];
-    let alone = alone
-        .iter()
-        .fold(program.clone(), |program, flag| program.flag(flag, 1));
+    let alone = ["--tp", "--pp", "--dp"].map(|flag| (flag, 1));
+    let alone = program.clone().flags(&alone);
     let outcome = of_eight(alone.clone()).succeeds();
     let said = "\nwithout effect here: --zero 3 (one replica, so memory is not divided), --no-overlap (one replica), \
                 --schedule gpipe (one stage), --rank-timeout 9 (no processes), --deterministic (a CPU), --offload optimizer (a CPU, whose \
                 memory is the host's: --offload-dir names a folder)\n";
-    assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
+    outcome.prints(&[said]);
     assert!(!outcome.stdout.contains("ZeRO"), "{}", outcome.stdout);
     let outcome = of_eight(program.clone()).succeeds();
     let said = "\nwithout effect here: --rank-timeout 9 (no processes), --deterministic (a CPU), --offload optimizer";
-    assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
-    assert!(outcome.stdout.contains("ZeRO-3"), "{}", outcome.stdout);
+    outcome.prints(&[said, "ZeRO-3"]);
     let divided = of_eight(program.clone().flag("--pack-weights", "on")).succeeds();
-    let said = "--pack-weights on (weights are not here between uses)";
-    assert!(divided.stdout.contains(said), "{}", divided.stdout);
+    divided.prints(&["--pack-weights on (weights are not here between uses)"]);
     // Defaults, which the file of a run has, do nothing and ask for nothing.
     let outcome = alone
         .flag("--zero", 1)

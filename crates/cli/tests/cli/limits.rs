@@ -37,9 +37,8 @@ fn without_memory_for_threads_each_command_says_what_to_raise() {
         (many(workspace.finetune()), 2),
         (few, 2),
     ] {
-        let outcome = program.run();
-        assert_eq!(outcome.code, Some(code), "{}", outcome.stderr);
-        assert!(outcome.stderr.contains(NO_THREADS), "{}", outcome.stderr);
+        let outcome = program.run().exited(code);
+        outcome.says(&[NO_THREADS]);
         assert!(!outcome.stderr.contains("panicked"), "{}", outcome.stderr);
     }
     assert!(!workspace.path("model.gguf").exists());
@@ -91,11 +90,10 @@ fn rank_0_that_may_not_open_enough_files_ends_the_run_at_once() {
     let limit = "ulimit -n 16; exec \"$0\" launch --nproc-per-node 3 \"$@\"";
     let words = ["sh", "-c", limit, binary].map(str::to_string);
     let begin = Instant::now();
-    let outcome = program.under(words.to_vec()).run();
-    assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
-    let said = "it may have 16 files open, expected at least ";
-    assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
-    let hint = "hint: raise the limit on open files (`ulimit -n`)";
-    assert!(outcome.stderr.contains(hint), "{}", outcome.stderr);
+    let outcome = program.under(words.to_vec()).run().exited(2);
+    outcome.says(&[
+        "it may have 16 files open, expected at least ",
+        "hint: raise the limit on open files (`ulimit -n`)",
+    ]);
     assert!(begin.elapsed() < Duration::from_secs(20));
 }

@@ -9,7 +9,7 @@ use serde_json::json;
 use super::folder::{
     copy_folder, edit_json, edit_tensors, fixture, names, read_checkpoint, read_json, read_tensors,
 };
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::training::metrics;
 use super::workspace::{Workspace, candle_train};
 
@@ -47,8 +47,7 @@ fn the_output_is_an_adapter_which_training_goes_on_with() {
     let outcome = program.switch("--rslora").succeeds();
     let said = "3904 of 57632 parameters are trained (6.77%), adapters of rank 2 and scale 11.3137 beside 28 layers; frozen: 39 \
                 tensors of 53728 values";
-    assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
-    assert!(outcome.stdout.contains("--lr 2e-4"), "{}", outcome.stdout);
+    outcome.prints(&[said, "--lr 2e-4"]);
     let files = names(&workspace.output());
     assert!(
         FILES
@@ -190,7 +189,7 @@ fn merge_folds_the_adapter_in_and_keeps_types_and_files() {
     );
     // A model that is there stays, unless it is said that it need not.
     let parts = ["merged", "it holds a model already"];
-    merge(&workspace, "adapter").run().assert_error(&parts);
+    merge(&workspace, "adapter").fails(&parts);
     merge(&workspace, "adapter")
         .switch("--overwrite")
         .flag("--save-dtype", "bf16")
@@ -291,12 +290,10 @@ fn adapters_that_do_not_fit_are_refused() {
     let copy = |name: &str| copy_fixture(name, &adapter);
     copy("lora/qwen3/adapter");
     workspace.refuses(&program, &[".lora_", "has shape [", "; expected ["]);
-    merge(&workspace, "adapter")
-        .run()
-        .assert_error(&["has shape"]);
+    merge(&workspace, "adapter").fails(&["has shape"]);
     copy("lora/tied_bias/adapter");
     let parts = ["of the layer model.layers.4.mlp.down_proj", "another model"];
-    merge(&workspace, "adapter").run().assert_error(&parts);
+    merge(&workspace, "adapter").fails(&parts);
     assert!(!workspace.path("merged").exists());
     for (field, value) in [
         ("use_dora", json!(true)),
@@ -331,10 +328,8 @@ fn adapters_that_do_not_fit_are_refused() {
             tensors.insert("base_model.model.lm_head.weight".to_string(), tensor);
         });
         let inspect = candle_train("inspect").argument(adapter.display());
-        inspect.run().assert_error(&[field, word, "hint: "]);
-        merge(&workspace, "adapter")
-            .run()
-            .assert_error(&[field, word, "hint: "]);
+        inspect.fails(&[field, word, "hint: "]);
+        merge(&workspace, "adapter").fails(&[field, word, "hint: "]);
     }
 }
 
@@ -378,13 +373,13 @@ fn merge_blames_the_file_with_a_nan_and_leaves_constants_as_they_are() {
         let name = nan(&file, part);
         let adapter = workspace.path("adapter").display().to_string();
         let parts = [name.as_str(), &adapter, "NaN or infinite"];
-        merge(&workspace, "adapter").run().assert_error(&parts);
+        merge(&workspace, "adapter").fails(&parts);
         fs::write(&file, &before).unwrap();
     }
     let name = nan(&weight, "mlp.up_proj");
     let model = workspace.path("model").display().to_string();
     let parts = [name.as_str(), &model, "NaN or infinite"];
-    merge(&workspace, "adapter").run().assert_error(&parts);
+    merge(&workspace, "adapter").fails(&parts);
     assert!(!workspace.path("merged").exists());
 }
 
@@ -403,33 +398,24 @@ fn inspect_tells_of_adapters_and_of_blocks() {
         inspect.switch("--tensors").succeeds().stdout
     };
     let said = inspect("saves/step-000002");
-    for part in [
+    said.assert_has(&[
         "low-rank adapters: rank 2, alpha 16, dropout 0, beside all linear layers, of the model ",
         "least evaluation loss so far: ",
         " after step 2, 0 evaluations since then",
         "model.layers.1.self_attn.q_proj.weight [32, 32] q8_0 frozen",
         "model.embed_tokens.weight [307, 32] bf16 frozen",
         "lora_A.weight [2, 32] f32\n",
-    ] {
-        assert!(said.contains(part), "{part:?} is not in: {said}");
-    }
+    ]);
     let adapter = inspect("output");
-    assert!(
-        adapter.contains("is an adapter as peft has it"),
-        "{adapter}"
-    );
-    assert!(adapter.contains("rank 2, alpha 16"), "{adapter}");
-    assert!(
-        adapter.contains("q_proj.lora_A.weight [2, 32] f32\n"),
-        "{adapter}"
-    );
+    adapter.assert_has(&[
+        "is an adapter as peft has it",
+        "rank 2, alpha 16",
+        "q_proj.lora_A.weight [2, 32] f32\n",
+    ]);
     let verify = candle_train("inspect").argument(workspace.output().display());
     let verify = verify.switch("--verify");
     let said = verify.succeeds().stdout;
-    assert!(
-        said.contains("verified: 56 tensors, all values are finite\n"),
-        "{said}"
-    );
+    said.assert_has(&["verified: 56 tensors, all values are finite\n"]);
     edit_tensors(
         &workspace.path("output/adapter_model.safetensors"),
         |tensors| {
@@ -437,5 +423,5 @@ fn inspect_tells_of_adapters_and_of_blocks() {
             tensor.2[..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
         },
     );
-    verify.run().assert_error(&["lora_A", "NaN or infinite"]);
+    verify.fails(&["lora_A", "NaN or infinite"]);
 }

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use candle_ops::ProductChoice;
 
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::workspace::{Workspace, candle_train};
 
 /// How far apart they may be, and how many KiB: what is too small to matter.
@@ -62,12 +62,10 @@ fn more_memory_than_there_is_is_told_before_anything_is_held() {
         let said = outcome.stderr;
         // Starting it again would not help.
         assert_eq!(outcome.code, Some(2), "{said}");
-        for part in [
+        said.assert_has(&[
             "error: this run needs ",
             " GiB in all, swap included\nhint: a shorter --seq-len",
-        ] {
-            assert!(said.contains(part), "{said}");
-        }
+        ]);
         assert!(!workspace.path("new").exists());
     }
     // More than a step has of sequences takes nothing.
@@ -92,12 +90,10 @@ fn an_end_for_want_of_memory_says_what_takes_less() {
         .run();
     // Killed by its own signal.
     assert_eq!(outcome.code, None, "{}", outcome.stderr);
-    for part in [
+    outcome.says(&[
         "error: there is no memory for ",
         "hint: a shorter --seq-len",
-    ] {
-        assert!(outcome.stderr.contains(part), "{}", outcome.stderr);
-    }
+    ]);
 }
 
 /// The processor decides which weights stay packed, and the environment variable holds for a whole process.

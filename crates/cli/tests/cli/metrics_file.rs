@@ -123,8 +123,7 @@ fn a_run_that_is_resumed_continues_its_file_with_its_name() {
         .clone()
         .without("--overwrite")
         .flag("--output", workspace.path("fourth").display())
-        .run()
-        .assert_error(&["other.jsonl", "is of another run"]);
+        .fails(&["other.jsonl", "is of another run"]);
     assert!(fs::read(&other).unwrap() == before);
     refused.succeeds();
     assert_eq!(lines(&other).1, [2]);
@@ -147,13 +146,11 @@ fn a_file_that_lacks_steps_is_told_and_one_that_cannot_be_read_ends_the_run_befo
         assert_eq!(said.matches(&warning).count(), 1, "{said}");
     }
     fs::write(&path, whole.replacen("{\"step\":1,", "something else", 1)).unwrap();
-    let outcome = program.run();
-    outcome.assert_error(&["line 2 of ", "is no step of a metrics file"]);
+    let outcome = program.fails(&["line 2 of ", "is no step of a metrics file"]);
     assert_eq!(outcome.code, Some(2));
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
-    let outcome = program.run();
-    outcome.assert_error(&["cannot write the metrics file", "hint:"]);
+    let outcome = program.fails(&["cannot write the metrics file", "hint:"]);
     assert_eq!(outcome.code, Some(2));
 }
 
@@ -171,8 +168,7 @@ fn a_folder_of_curves_that_another_run_writes_is_refused_before_any_step() {
     assert_eq!(outcome.code, Some(2));
     drop(other);
     // Nor those of one that is over, unless that is asked for.
-    let refused = program.run();
-    refused.assert_error(&[
+    program.fails(&[
         "the TensorBoard folder",
         "is of another run, other",
         "--overwrite",
@@ -195,11 +191,7 @@ fn a_run_that_begins_again_for_want_of_a_checkpoint_keeps_its_file() {
         .flag("--output", workspace.path("second").display())
         .flag("--resume", "latest");
     let outcome = again.succeeds();
-    assert!(
-        outcome.stdout.contains("no checkpoint in"),
-        "{}",
-        outcome.stdout
-    );
+    outcome.prints(&["no checkpoint in"]);
     assert_eq!(lines(&path), (first, vec![0, 1]));
 }
 
@@ -230,16 +222,7 @@ fn lines_metrics_and_checkpoints_call_a_step_by_one_number_and_epochs_have_fract
     assert_eq!(of(&steps, "epoch"), [0.375, 0.75, 1.0, 1.375, 1.75, 2.0]);
     assert_eq!(of(&evals, "global_step"), [3.0, 6.0]);
     assert_eq!(of(&evals, "epoch"), [1.0, 2.0]);
-    assert!(
-        outcome.stderr.contains("evaluation after step 6: "),
-        "{}",
-        outcome.stderr
-    );
-    assert!(
-        outcome.stderr.contains("step 6/6 loss "),
-        "{}",
-        outcome.stderr
-    );
+    outcome.says(&["evaluation after step 6: ", "step 6/6 loss "]);
     assert!(names(&workspace.path("saves")).contains(&"step-000006".to_string()));
 }
 

@@ -3,6 +3,7 @@
 use std::fs;
 
 use super::folder::{names, read_checkpoint};
+use super::program::AssertText;
 use super::workspace::Workspace;
 
 #[test]
@@ -107,10 +108,7 @@ fn inputs_stay_where_memory_is_left_and_the_plan_knows_it() {
         kib.expect("KiB of activations").parse::<f64>().unwrap()
     };
     let dry = program().switch("--dry-run").succeeds().stdout;
-    assert!(
-        dry.contains(" of a rank's activations stay in memory: "),
-        "{dry}"
-    );
+    dry.assert_has(&[" of a rank's activations stay in memory: "]);
     // The machine of the test has room for all of these.
     let expected = activations(&dry, "memory of the largest rank, expected: ");
     let run = program().succeeds().stdout;
@@ -194,12 +192,7 @@ fn what_is_offloaded_must_be_said_and_fit() {
     let workspace = Workspace::new();
     let dir = workspace.path(".").display().to_string();
     let refuses = |flags: &[(&str, &str)], parts: &[&str]| {
-        let program = flags
-            .iter()
-            .fold(workspace.finetune(), |program, (flag, value)| {
-                program.flag(flag, *value)
-            });
-        program.run().assert_error(parts);
+        workspace.finetune().flags(flags).fails(parts);
     };
     refuses(
         &[("--offload-dir", &dir)],

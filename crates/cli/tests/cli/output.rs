@@ -21,8 +21,10 @@ fn an_output_that_cannot_be_a_folder_is_an_error_before_any_step() {
     let below = file.join("below/output");
     for output in [&file, &below] {
         let output = output.display().to_string();
-        let outcome = workspace.finetune().flag("--output", &output).run();
-        outcome.assert_error(&["cannot write to the output folder", &output]);
+        let outcome = workspace
+            .finetune()
+            .flag("--output", &output)
+            .fails(&["cannot write to the output folder", &output]);
         assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
     }
     assert_eq!(fs::read_to_string(&file).unwrap(), "in the way");
@@ -35,10 +37,10 @@ fn a_run_that_fails_makes_no_folder() {
     let before = names(&workspace.path(""));
     let program = workspace.finetune().flag("--output", output.display());
     let refused = program.clone().flag("--tp", 5);
-    refused.run().assert_error(&["tp(5)"]);
+    refused.fails(&["tp(5)"]);
     assert_eq!(names(&workspace.path("")), before);
     let diverges = program.clone().flag("--steps", 6).flag("--lr", 1e30);
-    diverges.run().assert_error(&["step 2 failed"]);
+    diverges.fails(&["step 2 failed"]);
     assert_eq!(names(&workspace.path("")), before);
     program.succeeds();
     assert_eq!(names(&workspace.path("new/folders")), ["output"]);
@@ -55,8 +57,7 @@ fn metrics_that_cannot_be_written_are_an_error_before_any_step() {
         let outcome = program
             .flag("--prompt", "a")
             .flag("--sample-tokens", 1)
-            .run();
-        outcome.assert_error(&["cannot write the metrics file", metrics.to_str().unwrap()]);
+            .fails(&["cannot write the metrics file", metrics.to_str().unwrap()]);
         assert!(!outcome.stdout.contains("before"), "{}", outcome.stdout);
         workspace.assert_output_is_untouched();
     }
@@ -117,8 +118,7 @@ fn a_folder_that_must_not_be_replaced_is_refused_before_any_step() {
         let outcome = program
             .flag("--prompt", "a")
             .flag("--sample-tokens", 1)
-            .run();
-        outcome.assert_error(&["cannot write to the output folder", "odd"]);
+            .fails(&["cannot write to the output folder", "odd"]);
         outcome.assert_error(parts);
         assert!(!outcome.stdout.contains("before"), "{}", outcome.stdout);
         assert_eq!(snapshot(&output), before);
@@ -200,9 +200,7 @@ fn without_overwrite_only_what_the_same_command_has_made_is_replaced() {
         .succeeds();
     assert_eq!(made(), first);
     let refused = |program: &Program| {
-        program
-            .run()
-            .assert_error(&[already, "--overwrite", "mine"]);
+        program.fails(&[already, "--overwrite", "mine"]);
         assert_eq!(made(), first);
     };
     refused(&program.clone().flag("--lr", 2e-3));
@@ -225,7 +223,7 @@ fn without_overwrite_only_what_the_same_command_has_made_is_replaced() {
     refused(&of_twin);
     refused(&program.clone().flag("--tp", 1));
     fs::write(output.join("README.md"), "what I found").unwrap();
-    program.run().assert_error(&[already]);
+    program.fails(&[already]);
     program.switch("--overwrite").succeeds();
     assert_eq!(made(), first);
 }
@@ -354,9 +352,7 @@ fn a_link_in_the_place_of_a_lock_is_refused() {
         .flag("--save-dir", workspace.path("saves").display())
         .flag("--save-every", 1)
         .flag("--tensorboard", workspace.path("curves").display());
-    let program = ["--tp", "--pp", "--dp"]
-        .into_iter()
-        .fold(program, |it, flag| it.flag(flag, 1));
+    let program = program.flags(&["--tp", "--pp", "--dp"].map(|flag| (flag, 1)));
     fs::create_dir(workspace.path("saves")).unwrap();
     for lock in [".output.lock", "saves/.lock", "curves/.tensorboard.lock"] {
         let lock = workspace.path(lock);

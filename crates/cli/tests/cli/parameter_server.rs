@@ -7,7 +7,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::folder::{names, read_checkpoint};
-use super::program::{Outcome, Program};
+use super::program::{AssertText, Outcome, Program};
 use super::training::{metrics, without_times};
 use super::workspace::Workspace;
 
@@ -73,7 +73,7 @@ fn synchronous_servers_give_the_bits_of_data_parallelism() {
             }
             let outcome = program.succeeds();
             let what = format!("{dp} workers, {num_servers} servers, {dtype}");
-            assert!(outcome.stdout.contains("synchronous"), "{}", outcome.stdout);
+            outcome.prints(&["synchronous"]);
             let (numbers, norms) = numbers(&path);
             assert_eq!(numbers, expected.0, "{what}");
             for (norm, expected) in norms.iter().zip(&expected.1) {
@@ -163,7 +163,7 @@ fn a_run_with_servers_resumes_with_and_without_them() {
         program.flag("--save-every", 3).flag("--keep", 5)
     };
     let outcome = evaluated(saving(with_servers(replicas(&workspace, 2).0, 2))).succeeds();
-    assert!(outcome.stderr.contains("eval"), "{}", outcome.stderr);
+    outcome.says(&["eval"]);
     assert!(read_checkpoint(&workspace.output()) == whole);
     fs::remove_dir_all(workspace.path("checkpoints/step-000006")).unwrap();
     for num_servers in [1, 0, 2] {
@@ -251,8 +251,7 @@ fn a_rank_that_is_stopped_is_named_last_whoever_ends_first() {
             program
         };
         let options = format!("--nproc-per-node {} --grace-secs 1", 2 + num_servers);
-        let outcome = signalled(&workspace, &program, &options, (rank, Signal::SIGSTOP));
-        assert_eq!(outcome.code, Some(85), "{}", outcome.stderr);
+        let outcome = signalled(&workspace, &program, &options, (rank, Signal::SIGSTOP)).exited(85);
         let last = outcome.stderr.lines().last().unwrap_or_default();
         let said = format!(
             "candle-train: rank {rank} is gone: nothing was heard of it for 2 s (says rank "
@@ -264,16 +263,13 @@ fn a_rank_that_is_stopped_is_named_last_whoever_ends_first() {
 #[test]
 fn an_asynchronous_run_goes_on_without_a_worker_that_is_killed() {
     let workspace = Workspace::new();
-    let outcome = with_a_death(&workspace, 2, |program| program.switch("--async"));
-    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
-    for said in [
+    let outcome = with_a_death(&workspace, 2, |program| program.switch("--async")).exited(0);
+    outcome.says(&[
         "rank 2 (host ",
         "failed: killed by SIGKILL; the others go on, as --may-lose says",
         "rank 2 is gone: it died: its connection closed without a farewell; the run goes on without it and its samples, with 2 of 3 workers",
-    ] {
-        assert!(outcome.stderr.contains(said), "{said}: {}", outcome.stderr);
-    }
-    assert!(outcome.stdout.contains("saved to"), "{}", outcome.stdout);
+    ]);
+    outcome.prints(&["saved to"]);
     let lines = metrics(&workspace.path("metrics.jsonl"));
     assert_eq!(lines.len(), 400);
     // Of three workers two are left at the end.
@@ -289,8 +285,8 @@ fn without_a_server_or_without_async_a_death_ends_the_run_and_is_named() {
         let outcome = with_a_death(&workspace, rank, |program| match is_async {
             true => program.switch("--async"),
             false => program,
-        });
-        assert_eq!(outcome.code, Some(137), "{}", outcome.stderr);
+        })
+        .exited(137);
         let cause = format!("candle-train: rank {rank} (host ");
         let last = outcome.stderr.rfind(&cause).map(|at| &outcome.stderr[at..]);
         assert!(
@@ -389,8 +385,7 @@ fn a_checkpoint_with_gradients_that_come_again_says_so() {
         .flag("--lr", 1e18)
         .flag("--warmup-steps", 0)
         .flag("--lr-schedule", "constant");
-    let outcome = diverging.run();
-    assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
+    let outcome = diverging.run().exited(2);
     let said = "the checkpoint after step 1 has gradients of later steps, which come again: it cannot be resumed exactly";
     assert_eq!(
         outcome.stderr.matches(said).count(),
@@ -399,10 +394,7 @@ fn a_checkpoint_with_gradients_that_come_again_says_so() {
         outcome.stderr
     );
     let manifest = fs::read_to_string(saves.join("step-000001.failed/manifest.json")).unwrap();
-    assert!(
-        manifest.contains(r#""repeats_gradients": true"#),
-        "{manifest}"
-    );
+    manifest.assert_has(&[r#""repeats_gradients": true"#]);
     let failed = saves.join("step-000001.failed");
     let again = program.flag("--resume", failed.display());
     let again = again.switch("--resume-anyway");
@@ -427,9 +419,7 @@ fn servers_write_samples_and_give_the_best_weights() {
         .flag("--patience", 2)
         .flag("--lr", 10);
     let outcome = program.succeeds();
-    for said in ["--- before", "--- after", "saved to"] {
-        assert!(outcome.stdout.contains(said), "{said}: {}", outcome.stdout);
-    }
+    outcome.prints(&["--- before", "--- after", "saved to"]);
 }
 
 #[test]
@@ -487,9 +477,7 @@ fn what_does_not_fit_is_refused() {
     ] {
         let outcome = program.run();
         assert_ne!(outcome.code, Some(0), "{}", outcome.stdout);
-        for part in parts {
-            assert!(outcome.stderr.contains(part), "{part}: {}", outcome.stderr);
-        }
+        outcome.says(&parts);
         workspace.assert_output_is_untouched();
     }
 }

@@ -6,6 +6,8 @@ use std::process::{Command, Output};
 
 use tempfile::TempDir;
 
+use super::program::AssertText;
+
 /// A folder with metrics of two runs, the first of which goes on.
 fn runs() -> TempDir {
     let dir = TempDir::new().unwrap();
@@ -56,10 +58,7 @@ fn a_curve_for_each_run() {
     for len in [50, 2] {
         assert!(lens.contains(&len), "{lens:?}");
     }
-    assert!(
-        svg.contains("width=\"1200\" height=\"700\" viewBox"),
-        "{svg}"
-    );
+    svg.assert_has(&["width=\"1200\" height=\"700\" viewBox"]);
 }
 
 /// The text of a picture of these arguments, line by line.
@@ -264,13 +263,11 @@ fn what_cannot_be_drawn() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.starts_with("error: "), "{said}");
-        for part in parts {
-            assert!(said.contains(part), "{part:?} is not in: {said}");
-        }
+        said.assert_has(parts);
         assert!(!dir.path().join("loss.png").exists());
     }
     let output = plot(&dir, &["a.jsonl", "-o", "loss.png", "--smooth", "1"]);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(2), "{said}");
-    assert!(said.contains("such as 20"), "{said}");
+    said.assert_has(&["such as 20"]);
 }

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use super::program::{Outcome, Program};
+use super::program::{AssertText, Outcome, Program};
 use super::workspace::{Workspace, candle_train};
 
 /// What `mpirun --version` says, if there is one.
@@ -102,8 +102,7 @@ fn processes_that_share_sequences_give_the_bits_of_threads() {
         let program = |workspace: &Workspace| {
             let program = workspace.finetune().without("--tp").without("--dp");
             let program = program.without("--pp").flag("--seq-len", 37);
-            let flags = flags.iter();
-            flags.fold(program, |program, (flag, value)| program.flag(flag, value))
+            program.flags(flags)
         };
         let (here, there) = (Workspace::new(), Workspace::new());
         let Some(words) = mpirun(4) else {
@@ -122,13 +121,7 @@ fn processes_that_share_sequences_give_the_bits_of_threads() {
 #[track_caller]
 pub fn assert_failed(outcome: &Outcome, parts: &[&str]) {
     assert_ne!(outcome.code, Some(0), "{}", outcome.stderr);
-    for part in parts {
-        assert!(
-            outcome.stderr.contains(part),
-            "{part:?} is not in: {}",
-            outcome.stderr
-        );
-    }
+    outcome.says(parts);
 }
 
 #[test]
@@ -152,11 +145,7 @@ fn processes_that_are_left_are_replicas() {
     let Some(words) = mpirun(4) else { return };
     let program = workspace.finetune().flag("--pp", 1).under(words);
     let outcome = program.succeeds();
-    assert!(
-        outcome.stdout.contains("pp 1 x dp 2 x tp 2"),
-        "{}",
-        outcome.stdout
-    );
+    outcome.prints(&["pp 1 x dp 2 x tp 2"]);
 }
 
 #[test]
@@ -286,11 +275,7 @@ fn a_rank_killed_in_a_save_is_named_and_the_earlier_checkpoint_stays() {
         lens.max().is_some_and(|len| len > 8 << 20)
     };
     let outcome = assert_a_killed_rank_is_named(&workspace, &program, is_saving);
-    assert!(
-        outcome.stderr.contains("after training"),
-        "{}",
-        outcome.stderr
-    );
+    outcome.says(&["after training"]);
     workspace.assert_output_is_untouched();
     // The next run removes what this one has left.
     workspace.finetune().succeeds();
@@ -319,7 +304,7 @@ fn what_keeps_all_processes_from_starting_is_said_once() {
             return;
         };
         let stderr = program.run().stderr;
-        assert!(stderr.contains(error), "{stderr}");
+        stderr.assert_has(&[error]);
         assert_eq!(stderr.matches("error: ").count(), 1, "{stderr}");
         for words in ["failed", "ranks 0", "stops: "] {
             assert!(!stderr.contains(words), "{stderr}");
@@ -396,9 +381,8 @@ fn what_processes_find_before_the_first_step_is_not_tried_again() {
             "nothing.has.this.name",
         ),
     ] {
-        let outcome = program.run();
-        assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
-        assert!(outcome.stderr.contains(error), "{}", outcome.stderr);
+        let outcome = program.run().exited(2);
+        outcome.says(&[error]);
         assert!(!outcome.stderr.contains("; restart "), "{}", outcome.stderr);
     }
     workspace.assert_output_is_untouched();
@@ -419,8 +403,7 @@ fn ranks_killed_under_a_launcher_that_restarts_leave_the_bits_of_threads() {
     let program = layout(program, (1, 2, 2)).flag("--backend", "mpi");
     let program = program.under(words.chain(mpirun).collect());
     let rank = |number: usize| there.process_of_rank([0, 2, 3][number]);
-    let outcome = super::restart::killed(&program, 3, rank);
-    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    super::restart::killed(&program, 3, rank).exited(0);
     layout(here.finetune(), (1, 2, 2))
         .flag("--steps", 60)
         .succeeds();
@@ -448,14 +431,14 @@ fn the_launcher_starts_ranks_through_mpirun_by_itself() {
     layout(here.finetune(), degrees).succeeds();
     let program = layout(there.finetune(), degrees).under(launcher("--nproc-per-node 4"));
     let outcome = program.succeeds();
-    assert!(outcome.stdout.contains("[rank 0] ") && outcome.stdout.contains("over mpi"));
+    outcome.prints(&["[rank 0] ", "over mpi"]);
     let weights =
         |workspace: &Workspace| fs::read(workspace.output().join("model.safetensors")).unwrap();
     assert!(weights(&here) == weights(&there));
 
     let wrong = layout(there.finetune(), (1, 3, 2)).under(launcher("--nproc-per-node 4"));
     let stderr = wrong.run().stderr;
-    assert!(stderr.contains("started 4 processes"), "{stderr}");
+    stderr.assert_has(&["started 4 processes"]);
 
     let path = there.path("metrics.jsonl");
     let program = program.flag("--steps", 60).flag("--save-every", 1);
@@ -463,11 +446,8 @@ fn the_launcher_starts_ranks_through_mpirun_by_itself() {
     let program = program.flag("--metrics", path.display());
     let program = program.under(launcher("--nproc-per-node 4 --max-restarts 2"));
     let rank = |number: usize| there.process_of_rank([0, 3][number]);
-    let outcome = super::restart::killed(&program, 2, rank);
-    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
-    for words in ["rank 0 (host ", "rank 3 (host "] {
-        assert!(outcome.stderr.contains(words), "{}", outcome.stderr);
-    }
+    let outcome = super::restart::killed(&program, 2, rank).exited(0);
+    outcome.says(&["rank 0 (host ", "rank 3 (host "]);
     layout(here.finetune(), degrees)
         .flag("--steps", 60)
         .succeeds();

@@ -1,6 +1,7 @@
 //! A program as a child process, with a time limit.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::io::Read;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
@@ -70,6 +71,12 @@ impl Program {
     pub fn flag(mut self, name: &str, value: impl ToString) -> Self {
         self.flags.insert(name.to_string(), Some(value.to_string()));
         self
+    }
+
+    /// Sets each of these flags.
+    pub fn flags<V: Display>(self, flags: &[(&str, V)]) -> Self {
+        let flags = flags.iter();
+        flags.fold(self, |program, (flag, value)| program.flag(flag, value))
     }
 
     /// Adds a word that is no flag.
@@ -163,14 +170,7 @@ impl Program {
     /// Runs the program, which must succeed.
     #[track_caller]
     pub fn succeeds(&self) -> Outcome {
-        let outcome = self.run();
-        assert_eq!(
-            outcome.code,
-            Some(0),
-            "{:?}\n{}",
-            self.flags,
-            outcome.stderr
-        );
+        let outcome = self.succeeds_with_warnings();
         assert!(!outcome.stderr.contains("error"), "{}", outcome.stderr);
         outcome
     }
@@ -186,6 +186,14 @@ impl Program {
             self.flags,
             outcome.stderr
         );
+        outcome
+    }
+
+    /// Runs the program, which must fail as [`Outcome::assert_error`] says.
+    #[track_caller]
+    pub fn fails(&self, parts: &[&str]) -> Outcome {
+        let outcome = self.run();
+        outcome.assert_error(parts);
         outcome
     }
 
@@ -246,7 +254,51 @@ impl Program {
     }
 }
 
+/// What tests look for in a text.
+pub trait AssertText {
+    /// All of `parts` are in the text.
+    #[track_caller]
+    fn assert_has(&self, parts: &[&str]);
+
+    #[track_caller]
+    fn assert_begins(&self, beginning: &str);
+}
+
+impl AssertText for str {
+    fn assert_has(&self, parts: &[&str]) {
+        for part in parts {
+            assert!(self.contains(part), "{part:?} is not in: {self}");
+        }
+    }
+
+    fn assert_begins(&self, beginning: &str) {
+        assert!(
+            self.starts_with(beginning),
+            "{beginning:?} does not begin: {self}"
+        );
+    }
+}
+
 impl Outcome {
+    /// The program must have ended with this exit code.
+    #[track_caller]
+    pub fn exited(self, code: i32) -> Self {
+        assert_eq!(self.code, Some(code), "{}", self.stderr);
+        self
+    }
+
+    /// All of `parts` are on stdout.
+    #[track_caller]
+    pub fn prints(&self, parts: &[&str]) {
+        self.stdout.assert_has(parts);
+    }
+
+    /// All of `parts` are on stderr.
+    #[track_caller]
+    pub fn says(&self, parts: &[&str]) {
+        self.stderr.assert_has(parts);
+    }
+
     /// The program must have said, as its last word, one error that mentions all of `parts`, and perhaps a hint.
     #[track_caller]
     pub fn assert_error(&self, parts: &[&str]) {
@@ -265,9 +317,7 @@ impl Outcome {
         for line in &lines[error + 1..] {
             assert!(is_advice(line), "{line:?} after the error\n{stderr}");
         }
-        for part in parts {
-            assert!(stderr.contains(part), "{part:?} is not in: {stderr}");
-        }
+        stderr.assert_has(parts);
         assert!(!self.stdout.contains("saved to"), "{}", self.stdout);
     }
 }

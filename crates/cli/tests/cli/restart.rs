@@ -68,11 +68,10 @@ fn a_rank_killed_three_times_leaves_the_bits_of_a_run_that_was_not() {
     let (program, path) = run(&workspace);
     let (want, want_numbers) = whole(&program, &path, &workspace);
     let program = saving(program, &workspace.path("saves")).under(launcher(3));
-    let outcome = killed(&program, 3, |_| workspace.process_of_rank(0));
-    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    let outcome = killed(&program, 3, |_| workspace.process_of_rank(0)).exited(0);
     for number in 1..=3 {
         let said = format!("failed first: killed by SIGKILL; restart {number} of 3\n");
-        assert!(outcome.stderr.contains(&said), "{}", outcome.stderr);
+        outcome.says(&[&said]);
     }
     // A kill may come before the first checkpoint.
     let resumed = outcome.stdout.matches("resumed after step ").count();
@@ -89,10 +88,9 @@ fn without_checkpoints_it_begins_again() {
     let (want, want_numbers) = whole(&program, &path, &workspace);
     let outcome = killed(&program.under(launcher(1)), 1, |_| {
         workspace.process_of_rank(0)
-    });
-    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
-    let said = "no checkpoint as there is no --save-dir: the run begins\n";
-    assert!(outcome.stdout.contains(said), "{}", outcome.stdout);
+    })
+    .exited(0);
+    outcome.prints(&["no checkpoint as there is no --save-dir: the run begins\n"]);
     assert!(read_checkpoint(&workspace.output()) == want);
     assert_eq!(numbers(&path), want_numbers);
 }
@@ -109,7 +107,7 @@ fn the_checkpoint_that_was_named_counts_until_there_is_a_newer_one() {
     let program = program.variable("CANDLE_TRAIN_RESTART_COUNT", 1);
     let said = |outcome: &Outcome, dir: &Path, step: usize| {
         let line = format!("resumed after step {step} from {}\n", dir.display());
-        assert!(outcome.stdout.contains(&line), "{}", outcome.stdout);
+        outcome.prints(&[&line]);
     };
     said(&program.succeeds(), &named, 59);
     let again = saving(program, &workspace.path("again"));
@@ -132,8 +130,8 @@ fn what_keeps_all_ranks_from_starting_is_said_by_the_first() {
         let words = launcher.iter().chain(&["--nproc-per-node", "3"]);
         let outcome = program
             .under(words.map(ToString::to_string).collect())
-            .run();
-        assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
+            .run()
+            .exited(2);
         let said = |words| outcome.stderr.matches(words).count();
         assert_eq!(
             (said("[rank 0] error: "), said("[rank")),
@@ -184,14 +182,12 @@ fn what_is_wrong_from_the_beginning_is_said_once_and_not_tried_again() {
         ),
         (diverging.flag("--steps", 6), "step 2 failed".to_string()),
     ] {
-        let alone = program.run();
-        assert_eq!(alone.code, Some(2), "{}", alone.stderr);
+        let alone = program.run().exited(2);
         // Nobody is blamed for what all ranks find.
         assert!(!alone.stderr.contains("rank 0 failed"), "{}", alone.stderr);
-        let outcome = program.under(launcher(3)).run();
-        assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
-        assert!(outcome.stderr.contains(&error), "{}", outcome.stderr);
+        let outcome = program.under(launcher(3)).run().exited(2);
+        outcome.says(&[&error]);
         let said = "the ranks are not started again: exit code 2 means that it would fail again\n";
-        assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
+        outcome.says(&[said]);
     }
 }

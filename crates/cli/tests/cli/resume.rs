@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::folder::{Tensors, copy_folder, names, read_checkpoint};
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::training::{metrics, without_times};
 use super::workspace::{Workspace, candle_train};
 
@@ -50,14 +50,9 @@ fn a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() {
     fs::write(&path, &text[..text.len() - 20]).unwrap();
     let outcome = program.flag("--resume", "latest").succeeds();
     let step = again.join("step-000002");
-    let said = format!("resumed after step 2 from {}\n", step.display());
-    assert!(outcome.stdout.contains(&said), "{}", outcome.stdout);
+    outcome.prints(&[&format!("resumed after step 2 from {}\n", step.display())]);
     assert!(!outcome.stdout.contains("--- before"));
-    assert!(
-        outcome.stderr.starts_with("step 3/6 "),
-        "{}",
-        outcome.stderr
-    );
+    outcome.stderr.assert_begins("step 3/6 ");
     assert!(read_checkpoint(&workspace.output()) == want);
     assert_eq!(without_times(metrics(&path)), numbers);
     assert_eq!(names(&again), all_steps[1..]);
@@ -119,11 +114,7 @@ fn the_newest_valid_checkpoint_counts_and_none_is_the_beginning() {
     let workspace = Workspace::new();
     let program = saving(&workspace, "saves", 2).flag("--resume", "latest");
     let first = program.succeeds();
-    assert!(
-        first.stdout.contains("no checkpoint in "),
-        "{}",
-        first.stdout
-    );
+    first.prints(&["no checkpoint in "]);
     let want = read_checkpoint(&workspace.output());
     let saves = workspace.path("saves");
     assert_eq!(names(&saves), ["step-000005", "step-000006"]);
@@ -132,16 +123,11 @@ fn the_newest_valid_checkpoint_counts_and_none_is_the_beginning() {
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     fs::write(file, bytes).unwrap();
-    let outcome = program.run();
-    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    let outcome = program.succeeds_with_warnings();
     let said = "warning: a newer checkpoint is skipped: rank ";
     assert!(outcome.stderr.starts_with(said), "{}", outcome.stderr);
-    assert!(
-        outcome
-            .stderr
-            .contains("rank-00003.safetensors was changed")
-    );
-    assert!(outcome.stdout.contains("resumed after step 5 from"));
+    outcome.says(&["rank-00003.safetensors was changed"]);
+    outcome.prints(&["resumed after step 5 from"]);
     assert!(read_checkpoint(&workspace.output()) == want);
 }
 
@@ -170,9 +156,7 @@ fn flags_that_contradict_each_other_are_refused() {
             vec!["are in one another", "hint:"],
         ),
     ] {
-        let run = flags
-            .iter()
-            .fold(run.clone(), |run, (flag, value)| run.flag(flag, value));
+        let run = run.clone().flags(&flags);
         workspace.refuses(&run, &parts);
     }
     workspace.refuses(
@@ -271,13 +255,8 @@ fn another_run_is_refused_by_name() {
         let changed = resumed.clone().flag(flag, value);
         let hint = "hint: give the values of the checkpoint, or --resume-anyway";
         workspace.run_refused(&changed, &[parts, vec![hint]].concat());
-        let outcome = changed.switch("--resume-anyway").run();
-        assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
-        assert!(
-            outcome.stderr.starts_with("warning: "),
-            "{}",
-            outcome.stderr
-        );
+        let outcome = changed.switch("--resume-anyway").succeeds_with_warnings();
+        outcome.stderr.assert_begins("warning: ");
         fs::remove_dir_all(&again).unwrap();
         only(&workspace, 2, "again");
     }
@@ -302,11 +281,10 @@ fn a_full_disk_is_a_warning_and_where_no_checkpoint_fits_the_end_says_so_with_a_
     });
     let program = saving(&workspace, "saves", 1).flag("--save-dtype", "f16");
     let program = program.flag("--tp", 1).flag("--pp", 1).flag("--dp", 1);
-    let outcome = program.with_limited_files().run();
-    assert_eq!(outcome.code, Some(88), "{}", outcome.stderr);
+    let outcome = program.with_limited_files().run().exited(88);
     let last = "error: the model is saved, but not one of 6 checkpoints could be: see the warnings above\n";
     assert!(outcome.stderr.ends_with(last), "{}", outcome.stderr);
-    assert!(outcome.stdout.contains("saved to"), "{}", outcome.stdout);
+    outcome.prints(&["saved to"]);
     for step in 1..=6 {
         let said = match step {
             6 => "there is no checkpoint after step 6: cannot write".to_string(),
@@ -316,13 +294,9 @@ fn a_full_disk_is_a_warning_and_where_no_checkpoint_fits_the_end_says_so_with_a_
                 )
             }
         };
-        assert!(outcome.stderr.contains(&said), "{}", outcome.stderr);
+        outcome.says(&[&said]);
     }
-    assert!(
-        outcome.stderr.contains("File too large"),
-        "{}",
-        outcome.stderr
-    );
+    outcome.says(&["File too large"]);
     // Nothing has come into it.
     assert!(!workspace.path("saves").exists());
 }

@@ -3,7 +3,7 @@
 use std::fs;
 
 use super::folder::{fixture, read_checkpoint};
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::training::metrics;
 use super::workspace::{Workspace, candle_train};
 
@@ -19,8 +19,7 @@ fn pipeline(workspace: &Workspace, flags: &[(&str, &str)]) -> Program {
         .flag("--sample-tokens", 8)
         .flag("--temperature", 0)
         .flag("--metrics", workspace.path("metrics.jsonl").display());
-    let flags = flags.iter();
-    flags.fold(program, |program, (flag, value)| program.flag(flag, value))
+    program.flags(flags)
 }
 
 /// Losses, of training and of evaluation.
@@ -224,22 +223,22 @@ fn what_a_schedule_does_not_take_is_refused_with_what_it_takes() {
 #[test]
 fn the_command_prints_rows_idle_shares_and_peaks() {
     let out = candle_train("schedule").succeeds().stdout;
-    for part in [
+    out.assert_has(&[
         "1f1b: 4 ranks, 4 stages, 8 micro-batches; a micro-batch takes 1 forward",
         "\nrank 3  3F0 3B0 3F1 3B1",
         "\n0     0          27.3%   4\n",
         "\n3     3          27.3%   1\n",
         "a step takes 33, of which the busiest rank works 24 and waits 9: a bubble of 27.3%",
-    ] {
-        assert!(out.contains(part), "{part:?} is not in {out}");
-    }
+    ]);
     let interleaved = candle_train("schedule").flag("--schedule", "zb-h1");
     let interleaved = interleaved
         .flag("--virtual-stages", 2)
         .flag("--times", "1,1.5,0.5");
     let out = interleaved.succeeds().stdout;
-    assert!(out.contains("a step takes 27, of which"), "{out}");
-    assert!(out.contains("\n0     0,4        11.1%   4\n"), "{out}");
+    out.assert_has(&[
+        "a step takes 27, of which",
+        "\n0     0,4        11.1%   4\n",
+    ]);
 }
 
 #[test]
@@ -249,38 +248,28 @@ fn a_schedule_that_was_written_is_read_checked_and_drawn() {
     let schedule = candle_train("schedule").flag("--schedule", "zbv");
     let csv = schedule.clone().switch("--csv").succeeds().stdout;
     assert_eq!(csv.lines().count(), 4);
-    assert!(
-        csv.starts_with("0F0,0F1,0F2,0F3,0F4,0F5,0F6,7F0,7I0,7W0,"),
-        "{csv}"
-    );
+    csv.assert_begins("0F0,0F1,0F2,0F3,0F4,0F5,0F6,7F0,7I0,7W0,");
     fs::write(&file, &csv).unwrap();
     let check = candle_train("schedule").flag("--check", file.display());
     let picture = workspace.path("mine.svg");
     let outcome = check.clone().flag("-o", picture.display()).succeeds();
-    let wrote = format!("wrote {}\n", picture.display());
-    assert!(outcome.stderr.contains(&wrote), "{}", outcome.stderr);
+    outcome.says(&[&format!("wrote {}\n", picture.display())]);
     let out = outcome.stdout;
     let table = schedule.succeeds().stdout;
     let rows = |text: &str| text.lines().skip(1).map(str::to_string).collect::<Vec<_>>();
     assert_eq!(rows(&out), rows(&table));
     let drawn = fs::read_to_string(&picture).unwrap();
-    for part in ["rank 0 (stages 0,7)", "weight", "8 micro-batches"] {
-        assert!(drawn.contains(part), "{part}");
-    }
+    drawn.assert_has(&["rank 0 (stages 0,7)", "weight", "8 micro-batches"]);
     fs::write(&file, csv.replacen("0F1", "0F0", 1)).unwrap();
     let parts =
         ["mine.csv: the schedule has the forward pass of micro-batch 0 in stage 0 on rank 0"];
-    check.run().assert_error(&parts);
+    check.fails(&parts);
     fs::write(&file, csv.replacen("0F1", "0G1", 1)).unwrap();
-    check
-        .run()
-        .assert_error(&["mine.csv: row 1, column 2: \"0G1\" is no instruction"]);
+    check.fails(&["mine.csv: row 1, column 2: \"0G1\" is no instruction"]);
     fs::remove_file(&file).unwrap();
-    check
-        .run()
-        .assert_error(&["cannot read the schedule", "mine.csv"]);
+    check.fails(&["cannot read the schedule", "mine.csv"]);
     let both = check.flag("--pp", 2);
-    both.run().assert_error(&["--check", "--pp"]);
+    both.fails(&["--check", "--pp"]);
     for (flag, value, part) in [
         ("--micro-batches", "0", "expected a whole number >= 1"),
         (
@@ -313,6 +302,6 @@ fn a_schedule_that_was_written_is_read_checked_and_drawn() {
         ),
     ] {
         let program = candle_train("schedule").flag(flag, value);
-        program.run().assert_error(&[part]);
+        program.fails(&[part]);
     }
 }

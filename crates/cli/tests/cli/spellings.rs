@@ -3,7 +3,7 @@
 use std::fs;
 
 use super::folder::read_tensors;
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::workspace::{Workspace, candle_train};
 
 fn weights(workspace: &Workspace) -> super::folder::Tensors {
@@ -58,7 +58,7 @@ fn the_last_of_two_equal_flags_wins_and_data_adds_up() {
         .argument("--bf16")
         .argument("--bf16=false");
     let said = run.clone().flag("--steps", 1).succeeds().stdout;
-    assert!(said.contains("1 step of"), "{said}");
+    said.assert_has(&["1 step of"]);
     let toml = fs::read_to_string(workspace.output().join("candle_train.toml")).unwrap();
     assert!(
         toml.contains("seed = 3") && !toml.contains("dtype = "),
@@ -130,11 +130,7 @@ fn parts_of_epochs_are_trained() {
         .flag("--epochs", "1.5")
         .flag("--lr", 0)
         .succeeds();
-    assert!(
-        outcome.stderr.contains(&format!("step {more}/{more} ")),
-        "{}",
-        outcome.stderr
-    );
+    outcome.says(&[&format!("step {more}/{more} ")]);
 }
 
 #[test]
@@ -188,9 +184,7 @@ fn flags_of_others_are_answered_with_those_of_here() {
         ],
     );
     let generate = candle_train("generate").flag("--max_tokens", 3);
-    generate
-        .run()
-        .assert_error(&["tip: this is --max-new-tokens here"]);
+    generate.fails(&["tip: this is --max-new-tokens here"]);
     // What is not done here is not done in another way either.
     for (flag, value, tip) in [
         (
@@ -214,7 +208,7 @@ fn flags_of_others_are_answered_with_those_of_here() {
             "--model my-model",
         ),
     ] {
-        program.run().assert_error(&["tip: ", tip]);
+        program.fails(&["tip: ", tip]);
     }
 }
 

@@ -27,7 +27,7 @@ fn stopped_after(workspace: &Workspace, outcome: &Outcome, why: &str) -> usize {
     let step: usize = words.split(' ').next().unwrap().parse().unwrap();
     let metrics = std::fs::read_to_string(workspace.path("metrics.jsonl")).unwrap();
     assert_eq!(metrics.lines().count(), step);
-    assert!(outcome.stdout.contains("saved to"), "{}", outcome.stdout);
+    outcome.prints(&["saved to"]);
     step
 }
 
@@ -74,8 +74,7 @@ fn a_signal_ends_the_run_after_a_step_with_its_model() {
         let program = long(&workspace).flag("--metrics", path.display());
         let program = program.flag("--prompt", "a").flag("--sample-tokens", 2);
         let delay = Duration::from_millis(37 * index as u64);
-        let outcome = signalled(&program, signal, delay);
-        assert_eq!(outcome.code, Some(code), "{}", outcome.stderr);
+        let outcome = signalled(&program, signal, delay).exited(code);
         let step = stopped_after(&workspace, &outcome, signal.as_str());
         let said = format!("{}: step ", signal.as_str());
         let (_, said) = outcome.stderr.split_once(&said).unwrap();
@@ -208,8 +207,7 @@ fn under_nohup_a_run_does_not_hear_of_the_end_of_its_terminal() {
     let workspace = Workspace::new();
     let program = workspace.finetune().flag("--steps", 60);
     let program = program.under(vec!["nohup".to_string()]);
-    let outcome = signalled(&program, Signal::SIGHUP, Duration::ZERO);
-    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
+    let outcome = signalled(&program, Signal::SIGHUP, Duration::ZERO).exited(0);
     assert!(!outcome.stderr.contains("SIGHUP"), "{}", outcome.stderr);
 }
 
@@ -259,8 +257,7 @@ fn starts_that_all_end_by_sigterm_keep_as_many_checkpoints_as_they_are_told() {
         let program = long(&workspace).flag("--save-dir", saves.display());
         let program = program.flag("--keep", keep).flag("--resume", "latest");
         for start in 1..=6 {
-            let outcome = signalled_at(&program, "step ", Signal::SIGTERM, Duration::ZERO);
-            assert_eq!(outcome.code, Some(143), "{}", outcome.stderr);
+            signalled_at(&program, "step ", Signal::SIGTERM, Duration::ZERO).exited(143);
             let there = names(&saves);
             assert_eq!(there.len(), (keep + 1).min(start), "{start}: {there:?}");
         }
@@ -302,8 +299,7 @@ fn the_command_that_a_stopped_run_prints_goes_on_to_the_same_weights() {
     let whole = read_checkpoint(&workspace.output());
     std::fs::remove_dir_all(workspace.output()).unwrap();
     let program = program.flag("--save-dir", saves("saves"));
-    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(60));
-    assert_eq!(outcome.code, Some(143), "{}", outcome.stderr);
+    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(60)).exited(143);
     assert!(!workspace.output().exists());
     let (_, command) = outcome.stdout.split_once("; to go on: ").unwrap();
     let status = Command::new("sh")
@@ -327,8 +323,7 @@ fn the_launcher_passes_signals_on_and_waits_for_the_save() {
         "1",
     ];
     let program = program.under(launcher.map(str::to_string).to_vec());
-    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(50));
-    assert_eq!(outcome.code, Some(143), "{}", outcome.stderr);
+    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(50)).exited(143);
     let said = outcome.stdout.replace("[rank 0] ", "");
     let outcome = Outcome {
         stdout: said,
@@ -354,11 +349,12 @@ fn a_stopped_run_does_not_replace_the_model_of_a_whole_one() {
     program.succeeds();
     let whole = read_checkpoint(&workspace.path("model-2"));
     let program = program.without("--overwrite");
-    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(50));
-    assert_eq!(outcome.code, Some(1), "{}", outcome.stderr);
+    let outcome = signalled(&program, Signal::SIGTERM, Duration::from_millis(50)).exited(1);
     let rescued = workspace.path("model-2-rescued");
-    let said = format!("the model was saved to {} instead", rescued.display());
-    assert!(outcome.stderr.contains(&said), "{}", outcome.stderr);
+    outcome.says(&[&format!(
+        "the model was saved to {} instead",
+        rescued.display()
+    )]);
     assert!(read_checkpoint(&rescued) != whole);
     assert!(read_checkpoint(&workspace.path("model-2")) == whole);
 }
@@ -375,10 +371,9 @@ fn a_run_that_resumes_the_latest_leaves_a_checkpoint_though_no_steps_between_the
     };
     let timed = program.clone().flag("--max-secs", 1).succeeds();
     let step = stopped(&timed);
-    assert!(timed.stdout.contains("; to go on: "), "{}", timed.stdout);
+    timed.prints(&["; to go on: "]);
     assert_eq!(names(&saves), [format!("step-{step:06}")]);
     let outcome = program.flag("--max-secs", 1).succeeds();
-    let said = format!("resumed after step {step} from ");
-    assert!(outcome.stdout.contains(&said), "{}", outcome.stdout);
+    outcome.prints(&[&format!("resumed after step {step} from ")]);
     assert!(stopped(&outcome) > step, "{}", outcome.stdout);
 }

@@ -7,6 +7,8 @@ use std::process::{Command, Output};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use super::program::AssertText;
+
 /// A trace of two ranks and steps 4 to 7, the last of which rank 1 has not done; times are in milliseconds.
 fn trace() -> Value {
     let mut events = Vec::new();
@@ -78,7 +80,7 @@ fn ranks_categories_shares_and_micro_batches_have_their_text() {
     }
     assert!(!picture.contains("evaluation"), "{picture}");
     let picture = svg(&dir, &["--step", "5"]);
-    assert!(picture.contains("\nStep 5: 95 ms\n"), "{picture}");
+    picture.assert_has(&["\nStep 5: 95 ms\n"]);
     // One is replaced by the next one, and nothing is left beside it.
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
 }
@@ -168,9 +170,7 @@ fn what_cannot_be_drawn() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.starts_with("error: "), "{said}");
-        for part in parts {
-            assert!(said.contains(part), "{part:?} is not in: {said}");
-        }
+        said.assert_has(parts);
         assert!(!dir.path().join("step.png").exists());
     }
 }

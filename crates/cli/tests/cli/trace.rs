@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::folder::fixture;
-use super::program::Program;
+use super::program::{AssertText, Program};
 use super::workspace::Workspace;
 
 /// An event with a duration; times are in microseconds.
@@ -115,8 +115,7 @@ fn every_pass_is_in_the_trace_in_the_order_of_the_schedule_and_no_bit_changes() 
         program(&plain).succeeds();
         let path = traced.path("trace.json");
         let outcome = program(&traced).flag("--trace", path.display()).succeeds();
-        let said = format!("the trace of 3 steps is in {}\n", path.display());
-        assert!(outcome.stderr.contains(&said), "{}", outcome.stderr);
+        outcome.says(&[&format!("the trace of 3 steps is in {}\n", path.display())]);
         assert!(weights(&plain) == weights(&traced), "{schedule} {zero}");
 
         let (events, clock_error) = events(&path, 8);
@@ -185,10 +184,8 @@ fn a_run_that_goes_on_after_the_steps_says_so_and_leaves_the_trace() {
     program.clone().flag("--steps", 12).succeeds();
     let trace = std::fs::read(&path).unwrap();
     let on = program.flag("--steps", 13).flag("--resume", "latest");
-    let outcome = on.switch("--resume-anyway").run();
-    assert_eq!(outcome.code, Some(0), "{}", outcome.stderr);
-    let said = "warning: there will be no trace: the run goes on with step 12";
-    assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
+    let outcome = on.switch("--resume-anyway").succeeds_with_warnings();
+    outcome.says(&["warning: there will be no trace: the run goes on with step 12"]);
     assert!(std::fs::read(&path).unwrap() == trace);
 }
 
@@ -223,11 +220,8 @@ fn a_run_that_diverges_leaves_its_trace() {
     let workspace = Workspace::new();
     let path = workspace.path("trace.json");
     let program = workspace.finetune().flag("--steps", 6).flag("--lr", 1e30);
-    let outcome = program.flag("--trace", path.display()).run();
-    assert_eq!(outcome.code, Some(2), "{}", outcome.stderr);
-    for said in ["the trace of 2 steps is in", "error: step 2 failed"] {
-        assert!(outcome.stderr.contains(said), "{}", outcome.stderr);
-    }
+    let outcome = program.flag("--trace", path.display()).run().exited(2);
+    outcome.says(&["the trace of 2 steps is in", "error: step 2 failed"]);
     let (events, _) = events(&path, 8);
     let of = events.iter().filter(|event| event.category == "step");
     assert_eq!(of.count(), 2 * 8);
@@ -254,7 +248,7 @@ fn what_cannot_be_traced_is_an_error_before_any_step() {
         let outcome = program.clone().flag("--trace-steps", steps).run();
         let said = outcome.stderr;
         assert_eq!(outcome.code, Some(2), "{said}");
-        assert!(said.contains("two numbers such as 10..20"), "{said}");
+        said.assert_has(&["two numbers such as 10..20"]);
     }
 }
 

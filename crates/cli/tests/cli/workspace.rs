@@ -117,8 +117,7 @@ impl Workspace {
     #[track_caller]
     pub fn fails(&self, program: &Program, parts: &[&str]) -> Outcome {
         let before = self.around();
-        let outcome = program.run();
-        outcome.assert_error(parts);
+        let outcome = program.fails(parts);
         self.assert_output_is_untouched();
         assert_eq!(self.around(), before);
         outcome
@@ -134,7 +133,7 @@ impl Workspace {
     #[track_caller]
     pub fn run_refused(&self, program: &Program, parts: &[&str]) {
         let before = snapshot(&self.output());
-        program.run().assert_error(parts);
+        program.fails(parts);
         assert!(snapshot(&self.output()) == before);
     }
 

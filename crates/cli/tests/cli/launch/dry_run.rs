@@ -1,6 +1,7 @@
 //! What a dry run prints.
 
 use super::launching::start_in;
+use crate::cli::program::AssertText;
 use tempfile::TempDir;
 
 #[test]
@@ -56,22 +57,13 @@ fn a_dry_run_of_two_hosts() {
             "host {host}\n  started: ssh -o BatchMode=yes -o ConnectTimeout=10 -o ControlMaster=no -T {host} {program} agent\n"
         )
     };
-    assert!(
-        text.starts_with("a run of 3 ranks, meeting at [::1]:29500\n"),
-        "{text}"
-    );
-    assert!(
-        text.contains(&started("a")) && text.contains(&started("b")),
-        "{text}"
-    );
-    assert!(
-        text.contains("MASTER_ADDR=::1\n    MASTER_PORT=29500\n"),
-        "{text}"
-    );
-    assert!(
-        text.contains("CANDLE_TRAIN_RUN_TOKEN=(a secret)\n"),
-        "{text}"
-    );
+    text.assert_begins("a run of 3 ranks, meeting at [::1]:29500\n");
+    text.assert_has(&[
+        &started("a"),
+        &started("b"),
+        "MASTER_ADDR=::1\n    MASTER_PORT=29500\n",
+        "CANDLE_TRAIN_RUN_TOKEN=(a secret)\n",
+    ]);
     assert!(
         text.ends_with("  rank 1: RANK=1 LOCAL_RANK=0\n  rank 2: RANK=2 LOCAL_RANK=1\n"),
         "{text}"

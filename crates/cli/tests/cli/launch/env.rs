@@ -7,8 +7,7 @@ use tempfile::TempDir;
 #[test]
 fn each_rank_has_torchruns_variables() {
     let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $NODE_RANK $MASTER_ADDR";
-    let ended = run_script(3, &[], script);
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = run_script(3, &[], script).exited(0);
     assert_eq!(
         ended.sorted_lines(),
         [

@@ -1,6 +1,7 @@
 //! Which failure is named, and what becomes of the other ranks.
 
 use super::launching::{run_script, start_script};
+use crate::cli::program::AssertText;
 use candle_launch::PEER_FAILED_EXIT_CODE;
 
 #[test]
@@ -16,14 +17,12 @@ fn exit_codes_and_signals_by_name() {
             2,
             &options,
             &format!("[ $RANK = 0 ] || {{ {end}; }}; exec sleep 1000"),
-        );
-        assert_eq!(ended.code, Some(code), "{}", ended.err);
+        )
+        .exited(code);
         let sentence = ended.sentence();
-        assert!(
-            sentence.starts_with("candle-train: rank 1 (host ") && sentence.contains(", pid "),
-            "{sentence}"
-        );
-        assert!(sentence.contains(named), "{sentence}");
+        sentence.assert_begins("candle-train: rank 1 (host ");
+        sentence.assert_has(&[", pid "]);
+        sentence.assert_has(&[named]);
     }
 }
 
@@ -34,14 +33,12 @@ fn ranks_may_be_lost_but_not_too_many_and_not_the_first() {
         let worst = format!("WORST={worst}");
         run_script(3, &["--may-lose", may_lose, "--env", &worst], script)
     };
-    let ended = run("1", "9");
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = run("1", "9").exited(0);
     assert_eq!(
         String::from_utf8_lossy(&ended.out).matches("on\n").count(),
         2
     );
-    let said = "failed: killed by SIGKILL; the others go on, as --may-lose says\n";
-    assert!(ended.err.contains(said), "{}", ended.err);
+    ended.says(&["failed: killed by SIGKILL; the others go on, as --may-lose says\n"]);
     for (may_lose, worst) in [("0", "9"), ("1", "1"), ("1", "0"), ("2", "0")] {
         let ended = run(may_lose, worst);
         assert_eq!(ended.code, Some(137), "{may_lose} {worst}: {}", ended.err);
@@ -75,13 +72,10 @@ fn a_rank_that_ends_because_of_a_peer_is_not_the_cause() {
     let script = format!(
         "if [ $RANK = 0 ]; then touch noticed; exit {PEER_FAILED_EXIT_CODE}; fi; until [ -e noticed ]; do sleep 0.01; done; sleep 0.1; exit 4"
     );
-    let ended = run_script(2, &[], &script);
-    assert_eq!(ended.code, Some(4));
-    assert!(
-        ended.sentence().starts_with("candle-train: rank 1 (host "),
-        "{}",
-        ended.err
-    );
+    let ended = run_script(2, &[], &script).exited(4);
+    ended
+        .sentence()
+        .assert_begins("candle-train: rank 1 (host ");
 }
 
 #[test]
@@ -90,8 +84,8 @@ fn nobody_is_blamed_for_what_all_ranks_find() {
         3,
         &[],
         "echo $RANK >&2; echo error: no such file >&2; exit 2",
-    );
-    assert_eq!(ended.code, Some(2));
+    )
+    .exited(2);
     let sentence = ended.sentence();
     let first =
         "candle-train: all 3 ranks failed: exit code 2\nthe last lines they wrote to stderr:\n";
@@ -102,11 +96,7 @@ fn nobody_is_blamed_for_what_all_ranks_find() {
     );
     // Each for a reason of its own.
     let ended = run_script(3, &[], "echo error: no file $RANK >&2; exit 2");
-    assert!(
-        ended.sentence().starts_with("candle-train: rank "),
-        "{}",
-        ended.err
-    );
+    ended.sentence().assert_begins("candle-train: rank ");
 }
 
 #[test]
@@ -114,19 +104,12 @@ fn only_peers_of_a_failed_rank() {
     let script = format!(
         "[ $RANK = 1 ] || exec sleep 1000; echo rank 7 died >&2; exit {PEER_FAILED_EXIT_CODE}"
     );
-    let ended = run_script(2, &[], &script);
-    assert_eq!(ended.code, Some(i32::from(PEER_FAILED_EXIT_CODE)));
+    let ended = run_script(2, &[], &script).exited(PEER_FAILED_EXIT_CODE.into());
     let sentence = ended.sentence();
-    assert!(
-        sentence.contains(
-            "ended because another rank failed (exit code 85), but none failed by itself"
-        ),
-        "{sentence}"
-    );
-    assert!(
-        sentence.contains("    rank 7 died\nhint: exit code 85 says that another rank failed"),
-        "{sentence}"
-    );
+    sentence.assert_has(&[
+        "ended because another rank failed (exit code 85), but none failed by itself",
+        "    rank 7 died\nhint: exit code 85 says that another rank failed",
+    ]);
 }
 
 /// The others fail in ways of their own, one of them at once, and one knows whose fault it is.
@@ -143,16 +126,11 @@ fn the_rank_that_another_one_blames_is_named() {
         let script = script.replace("{LATE}", late).replace("{CULPRIT}", culprit);
         run_script(3, &["--grace-secs", "1"], &script)
     };
-    let ended = run("0.1", "sleep 0.4; exit 5");
-    assert_eq!(ended.code, Some(5), "{}", ended.err);
+    let ended = run("0.1", "sleep 0.4; exit 5").exited(5);
     let sentence = ended.sentence();
-    assert!(
-        sentence.starts_with("candle-train: rank 2 (host "),
-        "{sentence}"
-    );
+    sentence.assert_begins("candle-train: rank 2 (host ");
     // One that does not end by itself.
-    let ended = run("0.4", "exec sleep 1000");
-    assert_eq!(ended.code, Some(i32::from(PEER_FAILED_EXIT_CODE)));
+    let ended = run("0.4", "exec sleep 1000").exited(PEER_FAILED_EXIT_CODE.into());
     let sentence = ended.sentence();
     let said = "candle-train: rank 2 is gone: its disk is full (says rank 0 (host ";
     assert!(sentence.starts_with(said), "{sentence}");
@@ -163,20 +141,16 @@ fn the_rank_that_another_one_blames_is_named() {
 fn the_first_failure_is_named_though_its_output_stays_open() {
     // Rank 1 fails first, but what it leaves behind holds its output open; rank 0 fails because of it.
     let script = "if [ $RANK = 1 ]; then sleep 1000 & touch failed; exit 5; fi; until [ -e failed ]; do sleep 0.01; done; sleep 0.2; exit 6";
-    let ended = run_script(2, &[], script);
-    assert_eq!(ended.code, Some(5), "{}", ended.err);
-    assert!(
-        ended.sentence().starts_with("candle-train: rank 1 (host "),
-        "{}",
-        ended.err
-    );
+    let ended = run_script(2, &[], script).exited(5);
+    ended
+        .sentence()
+        .assert_begins("candle-train: rank 1 (host ");
 }
 
 #[test]
 fn ranks_have_a_second_before_they_are_stopped() {
     let script = "trap 'echo stopped; exit 0' TERM; touch up$RANK; [ $RANK = 1 ] || { until [ -e up1 ]; do sleep 0.01; done; exit 2; }; sleep 0.3; echo still here; sleep 1000 & wait";
-    let ended = run_script(2, &[], script);
-    assert_eq!(ended.code, Some(2));
+    let ended = run_script(2, &[], script).exited(2);
     assert_eq!(
         ended.sorted_lines(),
         ["[rank 1] still here", "[rank 1] stopped"],
@@ -188,20 +162,16 @@ fn ranks_have_a_second_before_they_are_stopped() {
 #[test]
 fn who_ignores_sigterm_is_killed_after_the_grace_time() {
     let script = "[ $RANK = 1 ] || { until [ -e deaf ]; do sleep 0.01; done; exit 2; }; trap '' TERM INT HUP; touch deaf; while :; do sleep 1000; done";
-    let ended = run_script(2, &["--grace-secs", "0.2"], script);
-    assert_eq!(ended.code, Some(2));
-    assert!(
-        ended.sentence().starts_with("candle-train: rank 0 (host "),
-        "{}",
-        ended.err
-    );
+    let ended = run_script(2, &["--grace-secs", "0.2"], script).exited(2);
+    ended
+        .sentence()
+        .assert_begins("candle-train: rank 0 (host ");
 }
 
 #[test]
 fn a_suspended_rank_is_ended_too() {
     let script = "[ $RANK = 1 ] || { until [ -e up ]; do sleep 0.01; done; exit 2; }; touch up; kill -STOP $$; sleep 1000";
-    let ended = run_script(2, &[], script);
-    assert_eq!(ended.code, Some(2));
+    run_script(2, &[], script).exited(2);
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::process::Command;
 
 use super::launching::{Ended, Launching, MARK, spawn, start_in, write_script};
+use crate::cli::program::AssertText;
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
@@ -41,8 +42,8 @@ fn two_hosts_over_ssh() {
         "# both\nbig slots=2\n\nsmall   slots=1 # slow\n",
         &["--env", "GIVEN=x"],
         script,
-    );
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    )
+    .exited(0);
     assert_eq!(
         ended.sorted_lines(),
         [
@@ -70,8 +71,7 @@ fn two_hosts_over_ssh() {
 #[test]
 fn a_host_that_is_slow_to_answer() {
     let ssh = format!("[ $1 = b ] && sleep 2.5\n{}", fake_ssh());
-    let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &[], "echo here").wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &[], "echo here").exits(0);
     let lines = ["[rank 0] here", "[rank 1] here"];
     assert_eq!(ended.sorted_lines(), lines, "{}", ended.err);
 }
@@ -82,13 +82,10 @@ fn a_failure_on_one_host_ends_the_other() {
         "a slots=1\nb slots=1\n",
         &[],
         "[ $RANK = 0 ] && exec sleep 1000; echo why >&2; exit 3",
-    );
-    assert_eq!(ended.code, Some(3));
+    )
+    .exited(3);
     let sentence = ended.sentence();
-    assert!(
-        sentence.starts_with("candle-train: rank 1 (host b, pid "),
-        "{sentence}"
-    );
+    sentence.assert_begins("candle-train: rank 1 (host b, pid ");
     assert!(
         sentence
             .ends_with("failed first: exit code 3\nthe last lines it wrote to stderr:\n    why\n"),
@@ -127,16 +124,10 @@ fn a_host_that_cannot_be_reached() {
         "[ $1 = b ] && {{ echo ssh: no route to host b >&2; exit 255; }}\n{}",
         fake_ssh()
     );
-    let ended = start_hosts("a slots=1\nb slots=2\n", &ssh, &[], "touch started").wait();
-    assert_eq!(ended.code, Some(2));
+    let ended = start_hosts("a slots=1\nb slots=2\n", &ssh, &[], "touch started").exits(2);
     let sentence = ended.sentence();
-    assert!(
-        sentence.starts_with(
-            "candle-train: lost host b with ranks 1 to 2: the connection ended before the agent answered (exit status: 255)\n\
-             the last lines it wrote to stderr:\n    ssh: no route to host b\nhint: "
-        ),
-        "{sentence}"
-    );
+    sentence.assert_begins("candle-train: lost host b with ranks 1 to 2: the connection ended before the agent answered (exit status: 255)\n\
+             the last lines it wrote to stderr:\n    ssh: no route to host b\nhint: ");
     assert!(!ended.path("started").exists());
 }
 
@@ -154,15 +145,10 @@ fn a_connection_that_is_lost_ends_the_other_host() {
         &[],
         "touch up$RANK; exec sleep 1000",
     )
-    .wait();
-    assert_eq!(ended.code, Some(1));
-    assert!(
-        ended
-            .sentence()
-            .starts_with("candle-train: lost host b with rank 1: "),
-        "{}",
-        ended.err
-    );
+    .exits(1);
+    ended
+        .sentence()
+        .assert_begins("candle-train: lost host b with rank 1: ");
 }
 
 #[test]
@@ -174,15 +160,10 @@ fn nothing_starts_where_one_host_cannot() {
             .replace("exec env", "exec /usr/bin/env")
             .replace(" sh -c", " /bin/sh -c")
     );
-    let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &[], "touch started").wait();
-    assert_eq!(ended.code, Some(2));
-    assert!(
-        ended.sentence().starts_with(
-            "candle-train: host b: program \"sh\" is not in any folder of PATH\nhint: "
-        ),
-        "{}",
-        ended.err
-    );
+    let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &[], "touch started").exits(2);
+    ended
+        .sentence()
+        .assert_begins("candle-train: host b: program \"sh\" is not in any folder of PATH\nhint: ");
     assert!(!ended.path("started").exists());
 }
 
@@ -190,10 +171,10 @@ fn nothing_starts_where_one_host_cannot() {
 fn an_agent_that_cannot_start_all_its_ranks() {
     // It has pipes for the first ones only.
     let ssh = format!("[ $1 = b ] && ulimit -n 24\n{}", fake_ssh());
-    let ended = start_hosts("a slots=1\nb slots=20\n", &ssh, &[], "exec sleep 1000").wait();
-    assert_eq!(ended.code, Some(1), "{}", ended.err);
-    let expected = "candle-train: host b: cannot start rank ";
-    assert!(ended.sentence().starts_with(expected), "{}", ended.err);
+    let ended = start_hosts("a slots=1\nb slots=20\n", &ssh, &[], "exec sleep 1000").exits(1);
+    ended
+        .sentence()
+        .assert_begins("candle-train: host b: cannot start rank ");
 }
 
 #[test]
@@ -201,10 +182,9 @@ fn an_agent_that_is_told_to_end_before_the_start() {
     // While host b has not answered.
     let of_a = "shift; exec 3<&0; sh -c \"exec $*\" <&3 & sleep 1; kill $!; wait; exit";
     let ssh = format!("[ $1 = a ] && {{ {of_a}; }}\nsleep 3\n{}", fake_ssh());
-    let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &[], "touch started").wait();
-    assert_eq!(ended.code, Some(2), "{}", ended.err);
+    let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &[], "touch started").exits(2);
     let expected = "candle-train: lost host a with rank 0: the connection to its agent ended";
-    assert!(ended.sentence().starts_with(expected), "{}", ended.err);
+    ended.sentence().assert_begins(expected);
     assert!(!ended.path("started").exists());
 }
 
@@ -213,10 +193,9 @@ fn an_agent_that_does_not_understand_the_launcher() {
     // A message that it does not know, `{}`, comes first.
     let first = r"printf '\2\0\0\0\0\0\0\0{}'";
     let ssh = format!("shift; {{ {first}; cat; }} | sh -c \"$*\"");
-    let ended = start_hosts("a slots=1\n", &ssh, &[], "true").wait();
-    assert_eq!(ended.code, Some(2), "{}", ended.err);
+    let ended = start_hosts("a slots=1\n", &ssh, &[], "true").exits(2);
     let expected = "candle-train: host a: its agent does not understand the launcher: ";
-    assert!(ended.sentence().starts_with(expected), "{}", ended.err);
+    ended.sentence().assert_begins(expected);
 }
 
 #[test]
@@ -226,10 +205,9 @@ fn an_agent_that_understands_the_launcher_no_more() {
         "shift; exec 3<&0; {{ cat <&3 & until [ -e up ]; do sleep 0.01; done; {unknown}; wait; }} | sh -c \"$*\""
     );
     let script = "touch up; exec sleep 1000";
-    let ended = start_hosts("a slots=1\n", &ssh, &[], script).wait();
-    assert_eq!(ended.code, Some(1), "{}", ended.err);
+    let ended = start_hosts("a slots=1\n", &ssh, &[], script).exits(1);
     let expected = "candle-train: host a: its agent does not understand the launcher: ";
-    assert!(ended.sentence().starts_with(expected), "{}", ended.err);
+    ended.sentence().assert_begins(expected);
 }
 
 #[test]
@@ -240,15 +218,10 @@ fn another_version_on_a_host() {
         &[],
         "true",
     )
-    .wait();
-    assert_eq!(ended.code, Some(2));
-    assert!(
-        ended
-            .sentence()
-            .contains("it runs \"candle-train agent 0.0.0\", this is \"candle-train agent "),
-        "{}",
-        ended.err
-    );
+    .exits(2);
+    ended
+        .sentence()
+        .assert_has(&["it runs \"candle-train agent 0.0.0\", this is \"candle-train agent "]);
 }
 
 #[test]
@@ -256,10 +229,9 @@ fn an_agent_that_announces_too_much() {
     let greeting = concat!("candle-train agent ", env!("CARGO_PKG_VERSION"));
     // The lengths of a message and of the bytes that belong to it.
     let ssh = format!("echo '{greeting}'; printf '\\377%.0s' 1 2 3 4 5 6 7 8; cat > /dev/null");
-    let ended = start_hosts("a slots=1\n", &ssh, &[], "true").wait();
-    assert_eq!(ended.code, Some(2));
+    let ended = start_hosts("a slots=1\n", &ssh, &[], "true").exits(2);
     let says = "the agent's answer is not understood: a frame of 4294967295 and 4294967295 bytes, at most ";
-    assert!(ended.sentence().contains(says), "{}", ended.err);
+    ended.sentence().assert_has(&[says]);
 }
 
 #[test]
@@ -272,11 +244,10 @@ fn a_host_that_falls_silent() {
     );
     let options = ["--silence-secs", "3"];
     let script = "touch up$RANK; exec sleep 1000";
-    let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &options, script).wait();
-    assert_eq!(ended.code, Some(1));
+    let ended = start_hosts("a slots=1\nb slots=1\n", &ssh, &options, script).exits(1);
     let expected =
         "candle-train: lost host b with rank 1: nothing was heard from it for --silence-secs";
-    assert!(ended.sentence().starts_with(expected), "{}", ended.err);
+    ended.sentence().assert_begins(expected);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
-use crate::cli::program::hear_terminal;
+use crate::cli::program::{AssertText, hear_terminal};
 
 /// What a test waits for happens within this time, also where other tests take all the cores.
 const DEADLINE: Duration = Duration::from_secs(180);
@@ -138,6 +138,12 @@ impl Launching {
         }
     }
 
+    /// [`Self::wait`], with this exit code.
+    #[track_caller]
+    pub fn exits(self, code: i32) -> Ended {
+        self.wait().exited(code)
+    }
+
     /// Waits until the launcher and all that it started are gone, which the launcher, killed, cannot promise at once.
     pub fn wait_until_nobody_left(&mut self) {
         self.child.wait().unwrap();
@@ -177,6 +183,19 @@ impl Drop for Launching {
 }
 
 impl Ended {
+    /// It must have ended with this exit code.
+    #[track_caller]
+    pub fn exited(self, code: i32) -> Self {
+        assert_eq!(self.code, Some(code), "{}", self.err);
+        self
+    }
+
+    /// All of `parts` are on stderr.
+    #[track_caller]
+    pub fn says(&self, parts: &[&str]) {
+        self.err.assert_has(parts);
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }

@@ -3,6 +3,7 @@
 use std::process::Command;
 
 use super::launching::{Ended, Launching, spawn, start_in, wait_until};
+use crate::cli::program::AssertText;
 use nix::sys::signal::{Signal, kill};
 use tempfile::{NamedTempFile, TempDir};
 
@@ -97,8 +98,7 @@ fn a_host_that_comes_later_takes_part() {
     // There is no place for a third one, which waits.
     let third = hosts.start("c", 1, "1:2", &[], RANK);
     hosts.touch("end");
-    let ended = first.wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = first.exits(0);
     assert_eq!(started(&ended, 0), ["[rank 0] 0 0/1 0/1 on a"]);
     assert!(ended.sorted_lines().contains(&"[rank 0] saves".to_string()));
     let lines = [
@@ -129,8 +129,7 @@ fn a_host_that_does_not_fit_is_found_when_it_is_no_longer_new() {
     let third = hosts.start("c", 2, "1:3", &[], &script);
     wait_until("the first host alone again", || hosts.exists("up-4-1"));
     hosts.touch("end");
-    let ended = first.wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = first.exits(0);
     for host in ["b", "c"] {
         let said = format!("; the ranks go on without what came last: host {host}\n");
         assert_eq!(ended.err.matches(&said).count(), 1, "{}", ended.err);
@@ -151,8 +150,7 @@ fn a_host_that_does_not_fit_waits_for_another_one() {
     let third = hosts.start("c", 1, "1:3", &[], &script);
     wait_until("ranks on all", || hosts.exists("up-3-3"));
     hosts.touch("end");
-    let ended = first.wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = first.exits(0);
     let said = "; the ranks go on without what came last: host b\n";
     assert_eq!(ended.err.matches(said).count(), 1, "{}", ended.err);
     assert_eq!(started(&ended, 3).len(), 4, "{}", ended.err);
@@ -173,8 +171,7 @@ fn a_host_that_cannot_start_all_its_ranks_is_done_without() {
     hosts.touch("limited");
     wait_until("the first host alone again", || hosts.exists("up-2-0"));
     hosts.touch("end");
-    let ended = first.wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = first.exits(0);
     let (refused, said) = (
         "host b: cannot start rank ",
         "; the ranks go on without what came last: host b\n",
@@ -206,8 +203,7 @@ fn a_host_that_does_not_fit_takes_the_place_of_one_that_is_lost() {
         hosts.exists("up-3-1")
     });
     hosts.touch("end");
-    let ended = first.wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = first.exits(0);
     let lines = ["[rank 0] 3 0/2 0/1 on a", "[rank 1] 3 1/2 0/1 on c"];
     assert_eq!(started(&ended, 3), lines, "{}", ended.err);
     assert_eq!(third.wait().code, Some(0));
@@ -230,13 +226,8 @@ fn a_host_that_is_lost_and_comes_back() {
     let second = hosts.start("b", 1, "1:2", &[], RANK);
     wait_until("ranks on both again", || hosts.exists("up-2-1"));
     hosts.touch("end");
-    let ended = first.wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
-    assert!(
-        ended.err.contains("lost host b with rank 1: "),
-        "{}",
-        ended.err
-    );
+    let ended = first.exits(0);
+    ended.says(&["lost host b with rank 1: "]);
     assert_eq!(started(&ended, 1), ["[rank 0] 1 0/1 0/1 on a"]);
     assert_eq!(
         started(&ended, 2),
@@ -270,13 +261,8 @@ fn a_host_whose_agent_is_lost_takes_part_again() {
     };
     assert!(!second.processes().iter().any(is_old));
     hosts.touch("end");
-    let ended = first.wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
-    assert!(
-        ended.err.contains("lost host b with rank 1: "),
-        "{}",
-        ended.err
-    );
+    let ended = first.exits(0);
+    ended.says(&["lost host b with rank 1: "]);
     assert_eq!(
         started(&ended, 1),
         ["[rank 0] 1 0/2 0/1 on a", "[rank 1] 1 1/2 0/1 on b"]
@@ -292,16 +278,8 @@ fn a_failure_ends_all_launchers_with_its_code() {
     let second = hosts.start("b", 1, "2", &[], script);
     let (first, second) = (first.wait(), second.wait());
     assert_eq!((first.code, second.code), (Some(3), Some(3)));
-    assert!(
-        first.sentence().contains("rank 1 (host b, pid "),
-        "{}",
-        first.err
-    );
-    assert!(
-        second.sentence().contains("rank 1 (host b, pid "),
-        "{}",
-        second.err
-    );
+    first.sentence().assert_has(&["rank 1 (host b, pid "]);
+    second.sentence().assert_has(&["rank 1 (host b, pid "]);
 }
 
 #[test]
@@ -314,13 +292,12 @@ fn without_the_launcher_that_leads_nothing_goes_on() {
     });
     first.signal(Signal::SIGKILL);
     first.wait_until_nobody_left();
-    let ended = second.wait();
-    assert_eq!(ended.code, Some(1), "{}", ended.err);
+    let ended = second.exits(1);
     let sentence = format!(
         "candle-train: the launcher at {}, which leads this run, is not there",
         hosts.rdzv
     );
-    assert!(ended.sentence().starts_with(&sentence), "{}", ended.err);
+    ended.sentence().assert_begins(&sentence);
 }
 
 #[test]
@@ -333,8 +310,7 @@ fn signals_end_a_led_run() {
     });
     // To the one that leads: all save.
     first.signal(Signal::SIGTERM);
-    let ended = first.wait();
-    assert_eq!(ended.code, Some(143), "{}", ended.err);
+    let ended = first.exits(143);
     let saves = |rank: usize| format!("[rank {rank}] saves");
     assert!(
         (0..2).all(|rank| ended.sorted_lines().contains(&saves(rank))),
@@ -353,10 +329,8 @@ fn signals_end_a_led_run() {
     assert_eq!(second.wait().code, Some(143));
     wait_until("a rank on the first host", || hosts.exists("up-1-0"));
     hosts.touch("end");
-    let ended = first.wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
-    let said = "host b leaves: the ranks stop, and are started again\n";
-    assert!(ended.err.contains(said), "{}", ended.err);
+    let ended = first.exits(0);
+    ended.says(&["host b leaves: the ranks stop, and are started again\n"]);
     assert!(ended.sorted_lines().contains(&saves(1)));
 }
 
@@ -396,17 +370,14 @@ fn a_short_secret_is_refused_unless_all_launchers_are_told_that_it_is_meant() {
         &hosts.rdzv,
     ];
     let args = [&options[..], &["true"]].concat();
-    let refused = start_in(TempDir::new().unwrap(), &args, &token).wait();
-    assert_eq!(refused.code, Some(2), "{}", refused.err);
+    let refused = start_in(TempDir::new().unwrap(), &args, &token).exits(2);
     let said = ": expected a secret of at least 16 bytes, got 4, which others may guess";
-    assert!(refused.err.contains(said), "{}", refused.err);
-    assert!(refused.err.contains("--short-secret"), "{}", refused.err);
+    refused.says(&[said, "--short-secret"]);
     // Launchers, what reaches the other host, and ranks.
     let program = concat!(env!("CARGO_BIN_EXE_candle-train"), " env");
     let first = hosts.start("a", 1, "2", &["--short-secret"], program);
     let second = hosts.start("b", 1, "2", &["--short-secret"], program);
-    let ended = first.wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = first.exits(0);
     let lines = ended.sorted_lines();
     for (rank, host) in ["a", "b"].iter().enumerate() {
         let said = format!("[rank {rank}] rank {rank} of 2 on {host} ");
@@ -444,9 +415,8 @@ fn what_launchers_are_refused_for() {
     let hosts = Hosts::new();
     let refused = |options: &[&str], expected: &str| {
         let args = [options, &["touch", "started"]].concat();
-        let ended = start_in(TempDir::new().unwrap(), &args, &|_| {}).wait();
-        assert_eq!(ended.code, Some(2), "{}", ended.err);
-        assert!(ended.err.contains(expected), "{}", ended.err);
+        let ended = start_in(TempDir::new().unwrap(), &args, &|_| {}).exits(2);
+        ended.says(&[expected]);
         assert!(!ended.path("started").exists());
     };
     let base = ["--nproc-per-node", "1", "--nnodes", "1:2"];
@@ -467,33 +437,25 @@ fn what_launchers_are_refused_for() {
         rdzv: at,
         ..Hosts::new()
     };
-    let ended = stranger.start("a", 1, "2", &[], "true").wait();
-    assert_eq!(ended.code, Some(2));
-    let says = "is taken, and not by a launcher of this run: ";
-    assert!(ended.sentence().contains(says), "{}", ended.err);
+    let ended = stranger.start("a", 1, "2", &[], "true").exits(2);
+    ended
+        .sentence()
+        .assert_has(&["is taken, and not by a launcher of this run: "]);
     // Another program, or another secret.
     let first = hosts.start("a", 1, "2", &[], "true");
-    let other = hosts.start("b", 1, "2", &[], "false").wait();
-    assert_eq!(other.code, Some(2));
-    assert!(
-        other
-            .sentence()
-            .contains("this host was told to run \"sh -c false\""),
-        "{}",
-        other.err
-    );
+    let other = hosts.start("b", 1, "2", &[], "false").exits(2);
+    other
+        .sentence()
+        .assert_has(&["this host was told to run \"sh -c false\""]);
     let stranger = Hosts {
         rdzv: hosts.rdzv.clone(),
         ..Hosts::new()
     };
     std::fs::write(stranger.secret.path(), "another long one").unwrap();
-    let ended = stranger.start("b", 1, "2", &[], "true").wait();
-    assert_eq!(ended.code, Some(2));
-    assert!(
-        ended.sentence().contains("does not know this run's secret"),
-        "{}",
-        ended.err
-    );
+    let ended = stranger.start("b", 1, "2", &[], "true").exits(2);
+    ended
+        .sentence()
+        .assert_has(&["does not know this run's secret"]);
     assert!(
         first
             .processes()

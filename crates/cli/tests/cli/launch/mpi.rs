@@ -3,6 +3,7 @@
 use std::process::Command;
 
 use super::launching::{Ended, Launching, run_script, start, start_in, write_script};
+use crate::cli::program::AssertText;
 use crate::cli::two_hosts::TwoHosts;
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
@@ -57,7 +58,7 @@ fn the_rank_that_failed_first_is_named_and_ends_the_others() {
         let sentence = ended.sentence();
         assert!(sentence.starts_with("candle-train: rank 1 (host "));
         let words = format!("failed first: {how}\nthe last lines it wrote to stderr:\n    why\n");
-        assert!(sentence.contains(&words), "{sentence}");
+        sentence.assert_has(&[&words]);
     }
 }
 
@@ -136,8 +137,7 @@ fn an_mpirun_that_is_missing_or_fails() {
     let ended = start_in(TempDir::new().unwrap(), &args, &|command| {
         command.env("PATH", "/nowhere").env_remove("SLURM_JOB_ID");
     })
-    .wait();
-    assert_eq!(ended.code, Some(2));
+    .exits(2);
     assert_eq!(
         ended.sentence(),
         "candle-train: the ranks speak MPI, and program \"mpirun\" is not in any folder of PATH\n\
@@ -158,7 +158,7 @@ fn an_mpirun_that_is_missing_or_fails() {
         let ended =
             start(&[&ranks[..], &["--mpirun", mpirun], &["touch", "started"]].concat()).wait();
         assert_eq!(ended.code, Some(2), "{}", ended.err);
-        assert!(ended.sentence().contains(says), "{}", ended.err);
+        ended.sentence().assert_has(&[says]);
         assert!(!ended.path("started").exists());
     }
 }
@@ -178,10 +178,10 @@ fn ranks_that_still_ask_for_mpi_are_not_started_again() {
         &["sh", "-c", "exit 86"],
     ]
     .concat();
-    let ended = start_in(folder, &args, &|_| {}).wait();
-    assert_eq!(ended.code, Some(86), "{}", ended.err);
-    let says = "the ranks ask for MPI, though MPI has started them";
-    assert!(ended.sentence().contains(says), "{}", ended.err);
+    let ended = start_in(folder, &args, &|_| {}).exits(86);
+    ended
+        .sentence()
+        .assert_has(&["the ranks ask for MPI, though MPI has started them"]);
 }
 
 /// Slurm's is told what mpirun is told, and sets variables of its own.
@@ -204,8 +204,7 @@ fn in_an_allocation_srun_starts_them() {
     let ended = start_in(folder, &args, &|command| {
         command.env("PATH", &path).env("SLURM_JOB_ID", "7");
     })
-    .wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    .exits(0);
     let lines = ended.sorted_lines();
     for rank in 0..2 {
         assert!(
@@ -253,8 +252,7 @@ fn ranks_of_mpirun_on_two_hosts() {
         super::launching::spawn(folder, command, &|_| {})
     };
     let script = "echo $RANK $LOCAL_RANK on $(hostname) $GIVEN";
-    let ended = start(script, &["--env", "GIVEN=x"]).wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = start(script, &["--env", "GIVEN=x"]).exits(0);
     let lines = [
         "0 0 on host-a x",
         "1 1 on host-a x",
@@ -271,11 +269,6 @@ fn ranks_of_mpirun_on_two_hosts() {
     let launching = start("touch up$RANK; exec sleep 1000", &[]);
     launching.await_files(&["up0", "up1", "up2", "up3"]);
     hosts.kill_all_on('b');
-    let ended = launching.wait();
-    assert_eq!(ended.code, Some(1), "{}", ended.err);
-    assert!(
-        ended.sentence().starts_with("candle-train: lost host "),
-        "{}",
-        ended.err
-    );
+    let ended = launching.exits(1);
+    ended.sentence().assert_begins("candle-train: lost host ");
 }

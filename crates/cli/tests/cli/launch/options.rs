@@ -1,6 +1,7 @@
 //! What is found before anything starts.
 
 use super::launching::{Ended, start, start_in, write_script};
+use crate::cli::program::AssertText;
 use tempfile::TempDir;
 
 /// The launcher's words where it starts nothing.
@@ -62,10 +63,7 @@ fn options_that_make_no_sense() {
         ),
     ] {
         let text = refused(&[options, &TOUCH].concat());
-        assert!(
-            text.starts_with(&format!("candle-train: {expected}")),
-            "{text}"
-        );
+        text.assert_begins(&format!("candle-train: {expected}"));
     }
     for (options, expected) in [
         (&[][..], "--nproc-per-node <N>"),
@@ -96,7 +94,7 @@ fn options_that_make_no_sense() {
         ),
     ] {
         let text = refused(&[options, &TOUCH].concat());
-        assert!(text.contains(expected), "{text}");
+        text.assert_has(&[expected]);
     }
     assert!(refused(&["--nproc-per-node", "1"]).contains("<PROGRAM>"));
 }
@@ -107,11 +105,8 @@ fn programs_that_cannot_run() {
     write_script(&folder.path().join("train"), "touch started");
     let ended = start_in(folder, &["--nproc-per-node", "2", "train"], &|_| {}).wait();
     let text = check_refused(&ended, &[]);
-    assert!(
-        text.starts_with(
-            "candle-train: program \"train\" is not in any folder of PATH\nhint: it is in /"
-        ),
-        "{text}"
+    text.assert_begins(
+        "candle-train: program \"train\" is not in any folder of PATH\nhint: it is in /",
     );
     assert!(text.ends_with(": write ./train\n"), "{text}");
     for (program, expected) in [
@@ -127,10 +122,8 @@ fn programs_that_cannot_run() {
         ),
     ] {
         let text = refused(&["--nproc-per-node", "1", program]);
-        assert!(
-            text.starts_with("candle-train: ") && text.contains(expected),
-            "{text}"
-        );
+        text.assert_begins("candle-train: ");
+        text.assert_has(&[expected]);
     }
 }
 
@@ -139,20 +132,11 @@ fn a_file_that_the_system_cannot_run() {
     let folder = TempDir::new().unwrap();
     write_script(&folder.path().join("train"), "");
     std::fs::write(folder.path().join("train"), "#!/no/such/interpreter\n").unwrap();
-    let ended = start_in(folder, &["--nproc-per-node", "1", "./train"], &|_| {}).wait();
-    assert_eq!(ended.code, Some(127));
-    assert!(
-        ended.sentence().contains("failed first: exit code 127"),
-        "{}",
-        ended.err
-    );
-    assert!(
-        ended
-            .err
-            .contains("    candle-train: cannot run ./train: No such file"),
-        "{}",
-        ended.err
-    );
+    let ended = start_in(folder, &["--nproc-per-node", "1", "./train"], &|_| {}).exits(127);
+    ended
+        .sentence()
+        .assert_has(&["failed first: exit code 127"]);
+    ended.says(&["    candle-train: cannot run ./train: No such file"]);
 }
 
 #[test]
@@ -161,12 +145,9 @@ fn a_port_that_is_taken() {
     let port = listener.local_addr().unwrap().port();
     let rdzv = format!("127.0.0.1:{port}");
     let text = refused(&[&["--nproc-per-node", "1", "--rdzv", &rdzv][..], &TOUCH].concat());
-    assert!(
-        text.starts_with(&format!(
-            "candle-train: --rdzv: port {port} of 127.0.0.1 is taken\nhint: "
-        )),
-        "{text}"
-    );
+    text.assert_begins(&format!(
+        "candle-train: --rdzv: port {port} of 127.0.0.1 is taken\nhint: "
+    ));
 }
 
 #[test]
@@ -224,8 +205,5 @@ fn host_files() {
         "candle-train: --silence-secs: expected a time from 3 to 1000000 seconds, got 1\n";
     assert_eq!(words, expected);
     let missing = refused(&[&["--hostfile", "missing"][..], &TOUCH].concat());
-    assert!(
-        missing.starts_with("candle-train: cannot read host file missing: No such file"),
-        "{missing}"
-    );
+    missing.assert_begins("candle-train: cannot read host file missing: No such file");
 }

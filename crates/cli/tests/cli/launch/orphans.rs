@@ -1,6 +1,7 @@
 //! No process of a run outlives it. Each end of a run checks that; these runs try to break it.
 
 use super::launching::{Launching, run_script, start_script, wait_until};
+use crate::cli::program::AssertText;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -69,14 +70,10 @@ fn after_sigkill_of_the_launcher() {
 fn after_sigkill_of_the_agent() {
     let launching = start_families();
     kill(agent(&launching), Signal::SIGKILL).unwrap();
-    let ended = launching.wait();
-    assert_eq!(ended.code, Some(1));
+    let ended = launching.exits(1);
     let sentence = ended.sentence();
-    assert!(
-        sentence.starts_with("candle-train: lost host ")
-            && sentence.contains("with ranks 0 to 1: "),
-        "{sentence}"
-    );
+    sentence.assert_begins("candle-train: lost host ");
+    sentence.assert_has(&["with ranks 0 to 1: "]);
     assert!(sentence.contains("signal: 9 (SIGKILL)"), "{sentence}");
 }
 

@@ -57,8 +57,7 @@ fn log_files_have_the_bytes_and_are_continued() {
 fn much_output_arrives_whole() {
     // Far more than pipes hold, at once on both outputs of both ranks, partly without any line's end.
     let script = "yes 0123456789 | head -c 1100000 & yes e | head -c 400000 >&2 & head -c 3000000 /dev/zero; wait";
-    let ended = run_script(2, &[], script);
-    assert_eq!(ended.code, Some(0));
+    let ended = run_script(2, &[], script).exited(0);
     let count = |text: &[u8], byte: u8| text.iter().filter(|other| **other == byte).count();
     assert_eq!(count(&ended.out, b'9'), 2 * 100_000);
     assert_eq!(count(&ended.out, 0), 2 * 3_000_000);
@@ -116,8 +115,7 @@ fn a_closed_stdout_does_not_end_the_run() {
         drop(reader);
         command.stdout(writer);
     });
-    let ended = launching.wait();
-    assert_eq!(ended.code, Some(0));
+    let ended = launching.exits(0);
     assert!(ended.path("through").exists());
 }
 

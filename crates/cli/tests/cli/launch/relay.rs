@@ -58,8 +58,7 @@ fn is_refused(hosts: &Hosts, between: String) {
     };
     std::fs::copy(hosts.secret.path(), member.secret.path()).unwrap();
     let member_runs = member.start("b", 1, "2", &[], "true");
-    let ended = member_runs.wait();
-    assert_eq!(ended.code, Some(2), "{}", ended.err);
+    let ended = member_runs.exits(2);
     let says = "what is said there is not from who has shown that it knows this run's secret";
     assert!(ended.sentence().contains(says), "{}", ended.err);
     assert!(!member.exists("told"));

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::launching::{
     Ended, Launching, run_script, start, start_in, start_script, wait_until, write_script,
 };
+use crate::cli::program::AssertText;
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
@@ -27,8 +28,7 @@ fn all_ranks_are_started_again_until_they_succeed() {
          [ $RANK = 1 ] || exec sleep $((1000 * (2 - {COUNT})))\n\
          case {COUNT} in 0) kill -9 $$ ;; 1) exit 3 ;; esac"
     );
-    let ended = run_script(2, &["--max-restarts", "5"], &script);
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = run_script(2, &["--max-restarts", "5"], &script).exited(0);
     let said = said(&ended);
     assert!(said[0].starts_with("rank 1 (host "), "{}", ended.err);
     assert!(said[0].ends_with("failed first: killed by SIGKILL; restart 1 of 5"));
@@ -54,8 +54,7 @@ fn all_ranks_are_started_again_until_they_succeed() {
 #[test]
 fn the_last_failure_counts_when_no_restart_is_left() {
     let script = format!("echo why >&2; exit $((5 + {COUNT}))");
-    let ended = run_script(1, &["--max-restarts", "2"], &script);
-    assert_eq!(ended.code, Some(7));
+    let ended = run_script(1, &["--max-restarts", "2"], &script).exited(7);
     let sentence = ended.sentence();
     assert!(
         sentence.ends_with(
@@ -80,10 +79,10 @@ fn what_would_fail_again_and_what_was_asked_to_stop_is_not_started_again() {
         ("exit 138", 138, "it was asked to stop, by SIGUSR1"),
     ] {
         let script = format!("touch started-{COUNT}; {end}");
-        let ended = run_script(1, &["--max-restarts", "3"], &script);
-        assert_eq!(ended.code, Some(code), "{}", ended.err);
-        let note = format!("\nthe ranks are not started again: {reason}\n");
-        assert!(ended.sentence().contains(&note), "{}", ended.err);
+        let ended = run_script(1, &["--max-restarts", "3"], &script).exited(code);
+        ended
+            .sentence()
+            .assert_has(&[&format!("\nthe ranks are not started again: {reason}\n")]);
         assert!(!ended.path("started-1").exists());
     }
 }
@@ -110,8 +109,7 @@ fn nothing_of_the_earlier_start_is_left() {
          while :; do sleep 1000; done"
     );
     let options = ["--max-restarts", "1", "--grace-secs", "0.2"];
-    let ended = run_script(2, &options, &script);
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = run_script(2, &options, &script).exited(0);
     assert_eq!(ended.sorted_lines(), [""; 0]);
     let pids = std::fs::read_to_string(ended.path("pids")).unwrap();
     assert_eq!(pids.split_whitespace().count(), 4);
@@ -157,8 +155,7 @@ fn the_run_goes_on_without_a_host_that_is_lost() {
     let begin = Instant::now();
     let gone = "echo no route >&2; exit 255";
     let options = ["--nnodes", "1:2", "--silence-secs", "3"];
-    let ended = start_with_a_lost_host(gone, &options, TOUCH_AND_WAIT).wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = start_with_a_lost_host(gone, &options, TOUCH_AND_WAIT).exits(0);
     assert_eq!(second_start(&ended), ["[rank 0] 1 0/1 on a, 0/1"]);
     // In which an agent that hears nothing has ended its ranks.
     assert!(begin.elapsed() > Duration::from_secs(3));
@@ -179,8 +176,7 @@ fn the_run_goes_on_without_a_host_that_is_lost() {
 
 #[test]
 fn a_host_that_is_back_takes_part_again() {
-    let ended = start_with_a_lost_host("exec sh -c \"$*\"", &SOON, TOUCH_AND_WAIT).wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let ended = start_with_a_lost_host("exec sh -c \"$*\"", &SOON, TOUCH_AND_WAIT).exits(0);
     let lines = [
         "[rank 0] 1 0/3 on a, 0/2",
         "[rank 1] 1 1/3 on b, 1/2",
@@ -191,10 +187,10 @@ fn a_host_that_is_back_takes_part_again() {
 
 #[test]
 fn too_few_hosts_end_the_run() {
-    let ended = start_with_a_lost_host("exit 255", &SOON, TOUCH_AND_WAIT).wait();
-    assert_eq!(ended.code, Some(1), "{}", ended.err);
-    let note = "\n1 of 2 hosts are left, and --nnodes asks for 2\n";
-    assert!(ended.sentence().contains(note), "{}", ended.err);
+    let ended = start_with_a_lost_host("exit 255", &SOON, TOUCH_AND_WAIT).exits(1);
+    ended
+        .sentence()
+        .assert_has(&["\n1 of 2 hosts are left, and --nnodes asks for 2\n"]);
     assert!(second_start(&ended).is_empty());
 }
 
@@ -214,10 +210,9 @@ fn the_only_host_that_is_left_of_a_file_is_never_done_without() {
     let hosts = ["--hostfile", "hosts", "--ssh", "./ssh", "--nnodes", "1:2"];
     let quick = ["--max-restarts", "2", "--grace-secs", "0.1"];
     let args = [&hosts[..], &quick, &SOON, &["sh", "-c", &script]].concat();
-    let ended = start_in(folder, &args, &|_| {}).wait();
-    assert_eq!(ended.code, Some(87), "{}", ended.err);
+    let ended = start_in(folder, &args, &|_| {}).exits(87);
     let sentence = ended.sentence();
-    assert!(sentence.contains("rank 0 (host a, pid "), "{sentence}");
+    sentence.assert_has(&["rank 0 (host a, pid "]);
     let note = "failed first: exit code 87\n--max-restarts 2 are used up\n";
     assert!(sentence.ends_with(note), "{sentence}");
 }
@@ -231,8 +226,7 @@ fn a_signal_while_a_host_is_waited_for() {
     };
     wait_until("the end of the ranks", is_waiting);
     launching.signal(Signal::SIGINT);
-    let ended = launching.wait();
-    assert_eq!(ended.code, Some(130));
+    let ended = launching.exits(130);
     assert_eq!(ended.sentence(), "candle-train: stopped by SIGINT\n");
 }
 
@@ -252,8 +246,7 @@ fn options_that_contradict_each_other() {
             "--nnodes and --rdzv",
         ),
     ] {
-        let ended = start(&[&options[..], &["true"]].concat()).wait();
-        assert_eq!(ended.code, Some(2), "{}", ended.err);
-        assert!(ended.sentence().contains(part), "{}", ended.err);
+        let ended = start(&[&options[..], &["true"]].concat()).exits(2);
+        ended.sentence().assert_has(&[part]);
     }
 }

@@ -21,8 +21,7 @@ fn each_is_passed_on_and_named() {
         let launching = start_script(2, &[], &script);
         launching.await_files(&["up0", "up1"]);
         launching.signal(signal);
-        let ended = launching.wait();
-        assert_eq!(ended.code, Some(code), "{}", ended.err);
+        let ended = launching.exits(code);
         // Shells may have words of their own about a child that the signal ended.
         let got = |rank| format!("[rank {rank}] got {trap}");
         assert_eq!(ended.sorted_lines(), [got(0), got(1)]);
@@ -42,8 +41,7 @@ fn ranks_that_end_well_after_a_signal_make_a_run_that_ends_well() {
     );
     launching.await_files(&["up0", "up1"]);
     launching.signal(Signal::SIGTERM);
-    let ended = launching.wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    launching.exits(0);
 }
 
 #[test]
@@ -53,15 +51,13 @@ fn ranks_that_could_not_save_after_a_signal_are_quoted() {
     let launching = start_script(1, &["--max-restarts", "2"], script);
     launching.await_files(&["up"]);
     launching.signal(Signal::SIGTERM);
-    let ended = launching.wait();
-    assert_eq!(ended.code, Some(88), "{}", ended.err);
+    let ended = launching.exits(88);
     assert_eq!(
         ended.sentence(),
         "candle-train: stopped by SIGTERM; rank 0 says: error: the disk is full\n"
     );
     // Nor is a run started again that is over.
-    let ended = super::launching::run_script(2, &["--max-restarts", "2"], "exit 88");
-    assert_eq!(ended.code, Some(88), "{}", ended.err);
+    let ended = super::launching::run_script(2, &["--max-restarts", "2"], "exit 88").exited(88);
     let why = "the ranks are not started again: exit code 88 means that the run is over";
     assert!(ended.err.contains(why), "{}", ended.err);
 }
@@ -72,8 +68,7 @@ fn after_the_grace_time_ranks_are_killed() {
     let launching = start_script(2, &["--grace-secs", "0.3"], script);
     launching.await_files(&["up0", "up1"]);
     launching.signal(Signal::SIGTERM);
-    let ended = launching.wait();
-    assert_eq!(ended.code, Some(143));
+    let ended = launching.exits(143);
     assert_eq!(
         ended.sentence(),
         "candle-train: stopped by SIGTERM; rank 0 did not end in time and was killed\n"
@@ -94,8 +89,7 @@ fn a_second_signal_does_not_wait_for_the_grace_time() {
         count_ranks(&launching) == 0
     });
     assert!(begin.elapsed().as_millis() > 500, "{:?}", begin.elapsed());
-    let ended = launching.wait();
-    assert_eq!(ended.code, Some(130));
+    let ended = launching.exits(130);
     let said = "candle-train: SIGINT: passed on to the ranks, which have 1000 s to end; again kills them at once\n";
     assert!(ended.err.contains(said), "{}", ended.err);
     assert_eq!(
@@ -121,8 +115,7 @@ fn before_the_ranks_are_started() {
     let launching = start_in(folder, &args, &|_| {});
     launching.await_files(&["asked"]);
     launching.signal(Signal::SIGINT);
-    let ended = launching.wait();
-    assert_eq!(ended.code, Some(130), "{}", ended.err);
+    let ended = launching.exits(130);
     assert!(!ended.path("started").exists());
 }
 

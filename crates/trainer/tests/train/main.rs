@@ -1,14 +1,9 @@
 //! Tests of what is around a trainer's steps, one module per part.
 
-#[path = "train/lr_schedule.rs"]
 mod lr_schedule;
-#[path = "train/metrics.rs"]
 mod metrics;
-#[path = "train/progress.rs"]
 mod progress;
-#[path = "train/sampler.rs"]
 mod sampler;
-#[path = "train/tensorboard.rs"]
 mod tensorboard;
 
 /// The error's text, which must contain all of `parts`.

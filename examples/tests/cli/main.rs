@@ -1,16 +1,12 @@
 //! The example programs run as a user runs them.
 
-#[path = "cli/bench.rs"]
 mod bench;
-#[path = "cli/defaults.rs"]
 mod defaults;
 #[cfg(feature = "cuda")]
-#[path = "cli/gpu.rs"]
 mod gpu;
-#[path = "cli/inference.rs"]
 mod inference;
 #[allow(dead_code, reason = "the tests of the command use all of it")]
-#[path = "../../crates/cli/tests/cli/program.rs"]
+#[path = "../../../crates/cli/tests/cli/program.rs"]
 mod program;
 
 use std::path::Path;

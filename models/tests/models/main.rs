@@ -1,10 +1,7 @@
 //! Tests of the models' configurations.
 
-#[path = "models/families.rs"]
 mod families;
-#[path = "models/in_graph.rs"]
 mod in_graph;
-#[path = "models/rope.rs"]
 mod rope;
 
 use candle_train_models::ModelConfig;

@@ -1,0 +1,6 @@
+//! Tests of runs as values.
+
+mod config;
+mod library;
+mod record;
+mod spec;
