@@ -91,6 +91,14 @@ pub(crate) fn write_picture(drawing: &impl Drawing, output: &Path) -> Result<()>
     Ok(())
 }
 
+/// The least of 1, 2, 5, 10, 20 .. and 0.5, 0.2, 0.1 .. that is at least this.
+pub(crate) fn round_step(width: f64) -> f64 {
+    let power = 10f64.powf(width.log10().floor());
+    let mut digits = [1.0, 2.0, 5.0].into_iter();
+    let digit = digits.find(|digit| digit * power >= width);
+    digit.unwrap_or(10.0) * power
+}
+
 /// The means of squares of `scale` x `scale` colours in rows of `width`.
 fn averages(colors: &[u8], width: usize, scale: usize) -> Vec<u8> {
     let mut averages = Vec::with_capacity(colors.len() / (scale * scale));

@@ -315,7 +315,7 @@ mod tests {
             include_str!("templates/gemma.jinja"),
         ];
         for text in more {
-            let source = TemplateSource::of_text("own".into(), text);
+            let source = TemplateSource::new("own".into(), text, None);
             all.push((
                 text.to_string(),
                 ChatTemplate::of_source(source, tokens.clone()).unwrap(),

@@ -23,7 +23,6 @@ use super::roles::compared_roles;
 use super::template_kwargs::TemplateKwargs;
 use super::template_source::TemplateSource;
 use crate::record_error::RecordError;
-use crate::vocabulary::Tokenizer;
 
 /// Names in the environment. What a template is called tells the engine what to escape: nothing.
 const DEFAULT: &str = "chat";
@@ -46,7 +45,7 @@ pub struct ChatTemplate {
     /// Whether it can call itself.
     recurses: bool,
     special_tokens: BTreeMap<String, String>,
-    source: TemplateSource,
+    pub(super) source: TemplateSource,
     /// The names with which it compares roles.
     pub(super) compared_roles: BTreeSet<String>,
     date: Date,
@@ -80,42 +79,20 @@ impl ChatTemplate {
         template.transpose()
     }
 
-    /// That of a text, which errors call `path`.
-    pub(crate) fn of_text(path: &Path, text: &str, tokenizer: &Tokenizer) -> Result<Self> {
-        let source = TemplateSource::of_text(path.to_path_buf(), text);
-        Self::of_source(source, tokenizer.named_special_tokens().clone())
-    }
-
     pub(super) fn of_source(
         source: TemplateSource,
         special_tokens: BTreeMap<String, String>,
     ) -> Result<Self> {
-        let path = source.path.clone();
+        let path = &source.path;
         tracing::debug!("chat template: {}", path.display());
-        Self::new(source, special_tokens).map_err(|err| {
-            candle_core::Error::msg(format!(
-                "the chat template of {path:?} is not one that can be rendered: {err}"
-            ))
-        })
-    }
-
-    /// The template itself, for conversations without tools.
-    pub fn text_of_template(&self) -> &str {
-        &self.source.default
-    }
-
-    /// That for conversations with tools, where it is another one.
-    pub(super) fn text_with_tools(&self) -> Option<&str> {
-        self.source.with_tools.as_deref()
-    }
-
-    fn new(
-        source: TemplateSource,
-        special_tokens: BTreeMap<String, String>,
-    ) -> std::result::Result<Self, String> {
-        let read = with_stack(|| environment_of(&source));
-        let (environment, recurses) = read.map_err(|err| err.to_string())??;
-        Ok(Self {
+        let read = with_stack(|| environment_of(&source)).unwrap_or_else(|err| Err(err.to_string()));
+        let (environment, recurses) = match read {
+            Ok(read) => read,
+            Err(err) => {
+                bail!("the chat template of {path:?} is not one that can be rendered: {err}")
+            }
+        };
+        let template = Self {
             environment,
             recurses,
             special_tokens,
@@ -123,8 +100,13 @@ impl ChatTemplate {
             source,
             date: Date::ZERO,
             kwargs: TemplateKwargs::default(),
-        }
-        .with_date(jiff::Zoned::now().date()))
+        };
+        Ok(template.with_date(jiff::Zoned::now().date()))
+    }
+
+    /// The template itself, for conversations without tools.
+    pub fn text_of_template(&self) -> &str {
+        &self.source.default
     }
 
     /// The template on this date, from midnight, whatever the clock says: the same conversation has the same text whenever it is rendered.
@@ -157,8 +139,8 @@ impl ChatTemplate {
 
     /// The text of the template for this conversation.
     pub(super) fn text_for(&self, chat: &Chat) -> &str {
-        match self.name(chat) {
-            WITH_TOOLS => self.text_with_tools().unwrap_or_default(),
+        match (self.name(chat), &self.source.with_tools) {
+            (WITH_TOOLS, Some(text)) => text,
             _ => self.text_of_template(),
         }
     }

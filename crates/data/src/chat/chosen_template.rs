@@ -1,7 +1,7 @@
 //! A chat template that a user chooses for a model without one, or in place of its own: what fits the tokenizer, and what is saved.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::LazyLock;
 
 use candle_core::{Error, Result, bail};
@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 
 use super::chat_template::ChatTemplate;
 use super::conversation::Chat;
-use super::template_source::{TEMPLATE_FILE, TOOLS_FILE};
+use super::template_source::{TEMPLATE_FILE, TOOLS_FILE, TemplateSource};
 use crate::vocabulary::Tokenizer;
 use crate::words::few;
 
@@ -55,17 +55,18 @@ impl ChatTemplate {
     pub fn chosen(choice: &str, tokenizer: &Tokenizer) -> Result<Self> {
         let names: Vec<&str> = NAMED.iter().map(|(name, _)| *name).collect();
         let path = Path::new(choice);
-        let (path, text) = match NAMED.iter().find(|(name, _)| *name == choice) {
-            Some((_, text)) => (PathBuf::from(choice), text.to_string()),
+        let text = match NAMED.iter().find(|(name, _)| *name == choice) {
+            Some((_, text)) => text.to_string(),
             None => match read_text_file(path) {
-                Ok(text) => (path.to_path_buf(), text),
+                Ok(text) => text,
                 Err(err) => bail!(
                     "cannot read the chat template {choice}: {err}\nhint: expected a file of Jinja, or one of {}",
                     names.join(", ")
                 ),
             },
         };
-        Self::of_text(&path, &text, tokenizer)
+        let source = TemplateSource::new(path.to_path_buf(), &text, None);
+        Self::of_source(source, tokenizer.named_special_tokens().clone())
     }
 
     /// The name of a template of which all markers are tokens of `tokenizer`, else zephyr, whose turns end with any tokenizer's end of a text.
@@ -161,7 +162,7 @@ impl ChatTemplate {
             sidecars.push((name.to_string(), text.as_bytes().to_vec()));
         };
         write(TEMPLATE_FILE, self.text_of_template());
-        if let Some(text) = self.text_with_tools() {
+        if let Some(text) = &self.source.with_tools {
             write(TOOLS_FILE, text);
         }
         let tokenizer_config = "tokenizer_config.json";

@@ -187,7 +187,7 @@ mod tests {
     use crate::chat::template_source::TemplateSource;
 
     fn ollama(template: &str) -> Option<String> {
-        let source = TemplateSource::of_text("template".into(), template);
+        let source = TemplateSource::new("template".into(), template, None);
         let tokens = [
             ("bos_token".to_string(), "<s>".to_string()),
             ("eos_token".to_string(), "</s>".to_string()),

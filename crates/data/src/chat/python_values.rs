@@ -260,49 +260,38 @@ fn materialized(
     if depth > MAX_DEPTH {
         return Err(too_deep());
     }
-    let is_lazy = match value.kind() {
-        ValueKind::Seq => false,
-        ValueKind::Iterable => true,
+    let (is_map, is_lazy) = match value.kind() {
+        ValueKind::Seq => (false, false),
+        ValueKind::Iterable => (false, true),
         ValueKind::Map if is_of_engine(value) => return Ok(None),
         ValueKind::Map if is_namespace(value) => {
             return Err(refused("a namespace cannot be inside of something else"));
         }
-        ValueKind::Map => return materialized_map(state, value, depth),
+        ValueKind::Map => (true, false),
         _ => return Ok(None),
     };
     state.consume_fuel(1)?;
-    let (mut items, mut is_changed) = (Vec::new(), is_lazy);
+    let (mut keys, mut items, mut is_changed) = (Vec::new(), Vec::new(), is_lazy);
     for item in value.try_iter()?.checked() {
-        if items.len() % ITEMS_PER_STEP == 0 {
+        if !is_map && items.len() % ITEMS_PER_STEP == 0 {
             state.consume_fuel(1)?;
         }
-        let item = item?;
+        let mut item = item?;
+        if is_map {
+            let value = value.get_item(&item)?;
+            keys.push(std::mem::replace(&mut item, value));
+        }
         let changed = materialized(state, &item, depth + 1)?;
         is_changed |= changed.is_some();
         items.push(changed.unwrap_or(item));
     }
     Ok(is_changed.then(|| {
-        if value.is_tuple() {
+        if is_map {
+            Value::from_pairs(keys.into_iter().zip(items))
+        } else if value.is_tuple() {
             Value::from(Tuple::from(items))
         } else {
             Value::from(items)
         }
     }))
-}
-
-fn materialized_map(
-    state: &State<'_, '_>,
-    value: &Value,
-    depth: usize,
-) -> Result<Option<Value>, Error> {
-    state.consume_fuel(1)?;
-    let (mut pairs, mut is_changed) = (Vec::new(), false);
-    for key in value.try_iter()?.checked() {
-        let key = key?;
-        let item = value.get_item(&key)?;
-        let changed = materialized(state, &item, depth + 1)?;
-        is_changed |= changed.is_some();
-        pairs.push((key, changed.unwrap_or(item)));
-    }
-    Ok(is_changed.then(|| Value::from_pairs(pairs)))
 }

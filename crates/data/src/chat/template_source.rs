@@ -51,17 +51,13 @@ impl TemplateSource {
         Ok(None)
     }
 
-    /// That of one text for all conversations.
-    pub fn of_text(path: PathBuf, text: &str) -> Self {
-        Self::new(path, text, None)
-    }
-
     /// The texts of the templates.
     pub fn texts(&self) -> impl Iterator<Item = &str> {
         std::iter::once(self.default.as_str()).chain(self.with_tools.as_deref())
     }
 
-    fn new(path: PathBuf, default: &str, with_tools: Option<&str>) -> Self {
+    /// These texts, of which errors say that they are in `path`.
+    pub fn new(path: PathBuf, default: &str, with_tools: Option<&str>) -> Self {
         let with_line_feeds = |text: &str| text.replace("\r\n", "\n").replace('\r', "\n");
         Self {
             path,

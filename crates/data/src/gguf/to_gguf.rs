@@ -73,12 +73,12 @@ pub fn gguf_vocab(
         .iter()
         .map(|text| GgufValue::String(text.clone()));
     let kinds = tokens.kinds.iter().map(|kind| GgufValue::I32(*kind));
-    vocab.set_list("tokens", texts.collect());
-    vocab.set_list("token_type", kinds.collect());
+    vocab.set("tokens", GgufValue::Array(texts.collect()));
+    vocab.set("token_type", GgufValue::Array(kinds.collect()));
     if has_bytes {
         let merges = merges(model)?.into_iter();
         let merges = merges.map(|(left, right)| GgufValue::String(format!("{left} {right}")));
-        vocab.set_list("merges", merges.collect());
+        vocab.set("merges", GgufValue::Array(merges.collect()));
     }
     if tokenizer.inner().get_encode_special_tokens() {
         vocab.differences.push(
@@ -95,19 +95,8 @@ pub fn gguf_vocab(
 }
 
 impl GgufVocab {
-    fn set_text(&mut self, name: &str, text: &str) {
-        self.metadata
-            .set_text(format!("tokenizer.ggml.{name}"), text);
-    }
-
-    fn set_list(&mut self, name: &str, values: Vec<GgufValue>) {
-        self.metadata
-            .set(format!("tokenizer.ggml.{name}"), GgufValue::Array(values));
-    }
-
-    fn set_flag(&mut self, name: &str, is_set: bool) {
-        self.metadata
-            .set(format!("tokenizer.ggml.{name}"), GgufValue::Bool(is_set));
+    fn set(&mut self, name: &str, value: GgufValue) {
+        self.metadata.set(format!("tokenizer.ggml.{name}"), value);
     }
 
     fn set_byte_level(
@@ -131,17 +120,15 @@ impl GgufVocab {
         let num_bytes = tokens
             .filter(|(text, _)| text.chars().nth(1).is_none())
             .count();
-        if let Some(missing) = 256usize
-            .checked_sub(num_bytes)
-            .filter(|missing| *missing > 0)
-        {
+        let missing = 256usize.saturating_sub(num_bytes);
+        if missing > 0 {
             self.differences.push(format!(
                 "the vocabulary has no token for {}: of texts with these llama.cpp may merge what is beside them otherwise",
                 counted(missing, "byte")
             ));
         }
-        self.set_text("model", "gpt2");
-        self.set_text("pre", pre.name);
+        self.set("model", GgufValue::String("gpt2".to_string()));
+        self.set("pre", GgufValue::String(pre.name.to_string()));
         Ok(())
     }
 
@@ -189,21 +176,17 @@ impl GgufVocab {
                 *kind = kind::BYTE;
             }
         }
-        if tokens
-            .kinds
-            .iter()
-            .filter(|kind| **kind == kind::BYTE)
-            .count()
-            < 256
-        {
+        let bytes = tokens.kinds.iter().filter(|kind| **kind == kind::BYTE);
+        if bytes.count() < 256 {
             bail!(
                 "tokenizer.json has not all tokens of bytes, <0x00> to <0xFF>, which llama.cpp's tokenizer of this kind needs"
             );
         }
-        self.set_text("model", "llama");
-        self.set_text("pre", "default");
-        self.set_list("scores", scores.into_iter().map(GgufValue::F32).collect());
-        self.set_flag("add_space_prefix", spaces.before_text);
+        self.set("model", GgufValue::String("llama".to_string()));
+        self.set("pre", GgufValue::String("default".to_string()));
+        let scores = scores.into_iter().map(GgufValue::F32).collect();
+        self.set("scores", GgufValue::Array(scores));
+        self.set("add_space_prefix", GgufValue::Bool(spaces.before_text));
         Ok(())
     }
 
@@ -249,8 +232,8 @@ impl GgufVocab {
                 );
             }
         }
-        self.set_flag("add_bos_token", adds_bos);
-        self.set_flag("add_eos_token", adds_eos);
+        self.set("add_bos_token", GgufValue::Bool(adds_bos));
+        self.set("add_eos_token", GgufValue::Bool(adds_eos));
         Ok(())
     }
 }

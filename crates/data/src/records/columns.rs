@@ -4,7 +4,6 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{Result, bail};
@@ -109,18 +108,15 @@ const MAX_OTHERS: usize = 1000;
 #[derive(Debug)]
 pub(crate) struct MappedColumns<'a> {
     pub columns: &'a Columns,
-    is_found: Vec<AtomicBool>,
-    /// Names of columns of the records, until all that are looked for are found; not all if there are very many.
-    others: Mutex<BTreeSet<String>>,
+    /// Names of columns of the records, until all that are looked for are found; of others not all if there are very many.
+    seen: Mutex<BTreeSet<String>>,
 }
 
 impl<'a> MappedColumns<'a> {
     pub fn of(columns: &'a Columns) -> Self {
-        let is_found = columns.columns.iter().map(|_| AtomicBool::new(false));
         Self {
             columns,
-            is_found: is_found.collect(),
-            others: Mutex::default(),
+            seen: Mutex::default(),
         }
     }
 
@@ -148,24 +144,20 @@ impl<'a> MappedColumns<'a> {
     }
 
     fn note(&self, names: &[String]) {
-        if self.not_found().next().is_none() {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.first_missing(&seen).is_none() {
             return;
         }
-        for (column, is_found) in self.columns.columns.iter().zip(&self.is_found) {
-            if names.contains(&column.name) {
-                is_found.store(true, Ordering::Relaxed);
+        for name in names {
+            if seen.len() < MAX_OTHERS || self.columns.has_column(name) {
+                seen.insert(name.clone());
             }
         }
-        let mut others = self.others.lock().unwrap_or_else(PoisonError::into_inner);
-        let room = MAX_OTHERS.saturating_sub(others.len());
-        others.extend(names.iter().take(room).cloned());
     }
 
-    fn not_found(&self) -> impl Iterator<Item = &Column> {
-        let columns = self.columns.columns.iter().zip(&self.is_found);
-        columns
-            .filter(|(_, is_found)| !is_found.load(Ordering::Relaxed))
-            .map(|(column, _)| column)
+    fn first_missing(&self, seen: &BTreeSet<String>) -> Option<&Column> {
+        let mut columns = self.columns.columns.iter();
+        columns.find(|column| !seen.contains(&column.name))
     }
 
     /// To be called after the last record.
@@ -173,11 +165,11 @@ impl<'a> MappedColumns<'a> {
     /// # Errors
     /// A column that no record has had.
     pub fn check(&self) -> Result<()> {
-        let Some(Column { field, name }) = self.not_found().next() else {
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(Column { field, name }) = self.first_missing(&seen) else {
             return Ok(());
         };
-        let others = self.others.lock().unwrap_or_else(PoisonError::into_inner);
-        let others: Vec<String> = others.iter().map(|name| format!("{name:?}")).collect();
+        let others: Vec<String> = seen.iter().map(|name| format!("{name:?}")).collect();
         let there = match others.is_empty() {
             true => "no record has any column".to_string(),
             false => format!("the columns that are there are {}", few(&others)),

@@ -21,7 +21,8 @@ pub(crate) struct CsvRows {
     path: PathBuf,
     reader: Reader<Chain<Take<DataBytes>, &'static [u8]>>,
     columns: Arc<[String]>,
-    line: u64,
+    /// Where the last row began, from 1.
+    pub line: u64,
 }
 
 /// The cells of a row.
@@ -54,11 +55,6 @@ impl CsvRows {
         };
         rows.columns = rows.column_names(&names)?;
         Ok(Some(rows))
-    }
-
-    /// The line where the last row began, from 1.
-    pub fn line(&self) -> u64 {
-        self.line
     }
 
     /// The next row, or `None` after the last.

@@ -54,24 +54,14 @@ impl DataFile {
         read.is_ok() && start == GZIP
     }
 
-    /// All bytes of [`Self::open`].
-    ///
-    /// # Errors
-    /// As [`Self::open`].
-    fn read(&self) -> Result<Vec<u8>> {
-        let mut bytes = Vec::new();
-        match self.open()?.read_to_end(&mut bytes) {
-            Ok(_) => Ok(bytes),
-            Err(err) => Err(self.unreadable(&err)),
-        }
-    }
-
-    /// Its text, which is all of [`Self::read`].
+    /// Its text, all bytes of [`Self::open`].
     ///
     /// # Errors
     /// As [`Self::open`]; bytes that are no UTF-8.
     pub fn read_text(&self) -> Result<String> {
-        let bytes = self.read()?;
+        let mut bytes = Vec::new();
+        let read = self.open()?.read_to_end(&mut bytes);
+        read.map_err(|err| self.unreadable(&err))?;
         let num_bytes = bytes.len();
         match String::from_utf8(bytes) {
             Ok(text) => Ok(text),
@@ -109,7 +99,8 @@ fn decoded(mut file: BufReader<Take<File>>) -> std::io::Result<DataBytes> {
     (&mut bytes)
         .take(BOM.len_utf8() as u64)
         .read_to_end(&mut start)?;
-    if is_utf16(&start) {
+    // The byte-order mark of UTF-16, as programs for Windows write it.
+    if matches!(start[..], [0xff, 0xfe, ..] | [0xfe, 0xff, ..]) {
         return Err(IoError::new(
             ErrorKind::InvalidData,
             "it is in UTF-16, expected UTF-8\nhint: convert it, e.g. with iconv -f UTF-16 -t UTF-8",
@@ -119,9 +110,4 @@ fn decoded(mut file: BufReader<Take<File>>) -> std::io::Result<DataBytes> {
         start.clear();
     }
     Ok(BufReader::new(Box::new(Cursor::new(start).chain(bytes))))
-}
-
-/// Whether a file begins with the byte-order mark of UTF-16, as programs for Windows write it.
-fn is_utf16(bytes: &[u8]) -> bool {
-    matches!(bytes, [0xff, 0xfe, ..] | [0xfe, 0xff, ..])
 }

@@ -228,7 +228,7 @@ impl OpenFile<'_> {
         match &self.records {
             Records::Whole(_) => Place::Whole,
             Records::Lines(_) => Place::Line(self.num_read),
-            Records::Cells(rows) => Place::Line(rows.line()),
+            Records::Cells(rows) => Place::Line(rows.line),
             Records::Values(_) => Place::Record(self.num_read),
             #[cfg(feature = "parquet")]
             Records::Rows(_) => Place::Record(self.num_read),

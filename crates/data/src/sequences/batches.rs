@@ -310,30 +310,20 @@ impl Batches {
     /// # Errors
     /// A step beyond all numbers.
     pub fn first_step_from(&self, end: usize) -> Result<usize> {
-        let num_before = self.ramp.partition_point(|position| *position < end);
-        if num_before < self.ramp.len() {
-            return Ok(self.origin.0 + num_before);
+        // Positions rise with the steps, and one beyond all numbers is not before `end`.
+        let is_before = |step: usize| self.position(step).is_ok_and(|position| position < end);
+        let (mut first, mut last) = (self.origin.0, usize::MAX);
+        while first < last {
+            let middle = first + (last - first) / 2;
+            match is_before(middle) {
+                true => first = middle + 1,
+                false => last = middle,
+            }
         }
-        let (first_step, first) = self.after_ramp;
-        let (num_samples, batch) = (self.samples.len(), self.config.global_batch_size);
-        let steps_of = |num_sequences: usize| num_sequences.div_ceil(batch);
-        if end <= first {
-            return Ok(first_step);
+        if is_before(first) {
+            bail!("{end} sequences are more than any number of steps sees");
         }
-        let (first_epoch, place) = (first / num_samples, first % num_samples);
-        let (last_epoch, last_place) = (end / num_samples, end % num_samples);
-        let step = match last_epoch - first_epoch {
-            0 => first_step.checked_add(steps_of(last_place - place)),
-            epochs => steps_of(num_samples)
-                .checked_mul(epochs - 1)
-                .and_then(|steps| steps.checked_add(first_step))
-                .and_then(|steps| steps.checked_add(steps_of(num_samples - place)))
-                .and_then(|steps| steps.checked_add(steps_of(last_place))),
-        };
-        match step {
-            Some(step) => Ok(step),
-            None => bail!("{end} sequences are more than any number of steps sees"),
-        }
+        Ok(first)
     }
 
     fn step_samples(&self, step: usize) -> Result<StepSamples> {

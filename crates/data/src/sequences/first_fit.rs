@@ -2,7 +2,6 @@
 
 /// Bins of one capacity, as a tree: the room in each, and over each pair the larger one.
 pub(crate) struct FirstFit {
-    capacity: usize,
     /// Leaves from `num_leaves` on; node i has the children 2i and 2i + 1. Bins that are not open yet have all their room.
     room: Vec<usize>,
     num_leaves: usize,
@@ -13,7 +12,6 @@ impl FirstFit {
     pub fn new(capacity: usize, num_items: usize) -> Self {
         let num_leaves = num_items.next_power_of_two();
         Self {
-            capacity,
             room: vec![capacity; 2 * num_leaves],
             num_leaves,
         }
@@ -21,7 +19,7 @@ impl FirstFit {
 
     /// The bin of an item of `size`, which is at most the capacity.
     pub fn put(&mut self, size: usize) -> usize {
-        debug_assert!(size <= self.capacity);
+        debug_assert!(size <= self.room[1]);
         let mut node = 1;
         while node < self.num_leaves {
             node *= 2;

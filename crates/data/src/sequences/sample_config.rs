@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::de::IntoDeserializer;
+use serde::de::value::Error;
 use serde::{Deserialize, Serialize};
 
 /// How the records of a data set become samples, which are sequences of at most `seq_len` tokens.
@@ -53,11 +55,7 @@ pub enum Overlong {
 
 impl fmt::Display for Overlong {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Truncate => "truncate",
-            Self::Drop => "drop",
-            Self::Error => "error",
-        })
+        self.serialize(f)
     }
 }
 
@@ -65,11 +63,7 @@ impl FromStr for Overlong {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        match name {
-            "truncate" => Ok(Self::Truncate),
-            "drop" => Ok(Self::Drop),
-            "error" => Ok(Self::Error),
-            _ => Err(format!("{name:?} is not one of truncate, drop and error")),
-        }
+        Self::deserialize(name.into_deserializer())
+            .map_err(|_: Error| format!("{name:?} is not one of truncate, drop and error"))
     }
 }

@@ -1,5 +1,6 @@
 //! How much longer a tokenizer may make a text before it is split, or tokens when they become text.
 
+use base64::prelude::{BASE64_STANDARD_NO_PAD, Engine};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokenizers::{
@@ -141,8 +142,9 @@ fn check_precompiled(part: &Value) -> Result<(), String> {
     let Some(table) = part["precompiled_charsmap"].as_str() else {
         return Ok(());
     };
-    let table = from_base64(table);
     let damaged = || "its precompiled_charsmap is damaged".to_string();
+    let table = BASE64_STANDARD_NO_PAD.decode(table.trim_end_matches('='));
+    let table = table.map_err(|_| damaged())?;
     let (size, rest) = table.split_first_chunk::<4>().ok_or_else(damaged)?;
     let size = u32::from_le_bytes(*size) as usize;
     let texts = rest.get(size..).ok_or_else(damaged)?;
@@ -153,29 +155,6 @@ fn check_precompiled(part: &Value) -> Result<(), String> {
         ));
     }
     Ok(())
-}
-
-/// The bytes of a text in base64 (RFC 4648), up to the first letter that is none of it.
-fn from_base64(text: &str) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
-    let (mut bits, mut num_bits) = (0_u32, 0);
-    for letter in text.bytes() {
-        let value = match letter {
-            b'A'..=b'Z' => letter - b'A',
-            b'a'..=b'z' => letter - b'a' + 26,
-            b'0'..=b'9' => letter - b'0' + 52,
-            b'+' => 62,
-            b'/' => 63,
-            _ => break,
-        };
-        bits = bits << 6 | u32::from(value);
-        num_bits += 6;
-        if num_bits >= 8 {
-            num_bits -= 8;
-            bytes.push((bits >> num_bits) as u8);
-        }
-    }
-    bytes
 }
 
 /// Checks that templates of a post-processor have a text once.
@@ -212,18 +191,8 @@ mod tests {
     }
 
     fn charsmap(texts: &[u8]) -> Value {
-        const LETTERS: &[u8] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
         let bytes = [&4_u32.to_le_bytes()[..], &[0; 4], texts].concat();
-        let mut text = String::new();
-        for three in bytes.chunks(3) {
-            let bits = three
-                .iter()
-                .fold(0_u32, |bits, byte| bits << 8 | u32::from(*byte));
-            let bits = bits << (8 * (3 - three.len()));
-            let letters =
-                (0..=three.len()).map(|at| LETTERS[(bits >> (18 - 6 * at)) as usize & 63]);
-            text.extend(letters.map(char::from));
-        }
+        let text = BASE64_STANDARD_NO_PAD.encode(bytes);
         json!({"type": "Precompiled", "precompiled_charsmap": text})
     }
 

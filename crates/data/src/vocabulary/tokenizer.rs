@@ -131,15 +131,11 @@ impl Tokenizer {
     /// The tokenizer cannot encode the text.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.encode_with(text, true)?;
-        if self.adds_eos(&ids, text)? {
+        let eos = Some(&self.eos_id());
+        if ids.last() == eos && self.encode(text)?.last() != eos {
             ids.pop();
         }
         Ok(ids)
-    }
-
-    fn adds_eos(&self, ids: &[u32], text: &str) -> Result<bool> {
-        let eos = Some(&self.eos_id());
-        Ok(ids.last() == eos && self.encode(text)?.last() != eos)
     }
 
     fn encode_with(&self, text: &str, special_tokens: bool) -> Result<Vec<u32>> {

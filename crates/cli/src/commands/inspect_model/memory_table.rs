@@ -1,53 +1,21 @@
 //! The memory that training a model takes on one device, beside the flags that it takes so much with.
 
-use candle_comm::Degrees;
-use candle_core::{DType, Device, Result};
-use candle_parallel::{
-    AdamW, AdamWConfig, DataParallel, LoraConfig, MemoryCategory, MemoryPlan, MemoryReport,
-    Offload, PackWeights, ParamStore, Plan, PlannedPasses, PlannedUpdate, PlannedWork, Recompute,
-    Schedule, WeightFormat,
-};
-use candle_train_models::{CausalLm, ModelConfig, PartConfig};
+use candle_core::Result;
+use candle_parallel::{MemoryCategory, MemoryReport};
+use candle_train_models::ModelConfig;
+use candle_train_run::{Finetune, print_line};
 use candle_trainer::memory_in_words;
-
-use candle_train_run::print_line;
+use toml::Value;
 
 /// Tokens of a micro-batch, or the model's context if that is shorter.
 const NUM_TOKENS: usize = 2048;
 
-/// A way to train.
-struct Way {
-    flags: &'static str,
-    dtype: DType,
-    has_adapters: bool,
-    base: Option<WeightFormat>,
-}
-
-const WAYS: [Way; 4] = [
-    Way {
-        flags: "--dtype f32",
-        dtype: DType::F32,
-        has_adapters: false,
-        base: None,
-    },
-    Way {
-        flags: "--dtype bf16",
-        dtype: DType::BF16,
-        has_adapters: false,
-        base: None,
-    },
-    Way {
-        flags: "--dtype bf16 --lora-rank 16",
-        dtype: DType::BF16,
-        has_adapters: true,
-        base: None,
-    },
-    Way {
-        flags: "--dtype bf16 --lora-rank 16 --base-dtype q4k",
-        dtype: DType::BF16,
-        has_adapters: true,
-        base: Some(WeightFormat::Q4K),
-    },
+/// Ways to train.
+const WAYS: [&str; 4] = [
+    "--dtype f32",
+    "--dtype bf16",
+    "--dtype bf16 --lora-rank 16",
+    "--dtype bf16 --lora-rank 16 --base-dtype q4k",
 ];
 
 const COLUMNS: [MemoryCategory; 4] = [
@@ -68,13 +36,13 @@ pub(super) fn print_memory(config: &ModelConfig) -> Result<()> {
     ));
     let heads = COLUMNS.map(|category| category.to_string());
     print_row("", &[heads.to_vec(), vec!["in all".to_string()]].concat());
-    for way in &WAYS {
-        let memory = way.memory(config, num_tokens)?;
+    for flags in WAYS {
+        let memory = memory_with(flags, config, num_tokens)?;
         let bytes = COLUMNS.map(|category| memory.of(category).peak);
         let total = bytes.iter().sum::<u64>();
         let bytes = bytes.iter().chain([&total]);
         let sizes: Vec<String> = bytes.map(|bytes| memory_in_words(*bytes)).collect();
-        print_row(way.flags, &sizes);
+        print_row(flags, &sizes);
     }
     Ok(())
 }
@@ -84,34 +52,13 @@ fn print_row(flags: &str, cells: &[String]) {
     print_line(&format!("  {flags:<44}{}", cells.concat()));
 }
 
-impl Way {
-    /// The memory of each category, with micro-batches of `num_tokens`.
-    fn memory(&self, config: &ModelConfig, num_tokens: usize) -> Result<MemoryReport> {
-        let mut store = ParamStore::init(0);
-        if self.has_adapters {
-            store = store.with_lora(LoraConfig::default())?;
-        }
-        if let Some(format) = self.base {
-            store = store.with_frozen_format(format);
-        }
-        let vb = store.builder(self.dtype, &Device::Cpu);
-        let model = CausalLm::spec(config, Degrees::default(), &vb, PartConfig::default())?;
-        let plan = Plan::new(&Schedule::OneForwardOneBackward, model.layout(), 1)?;
-        let work = PlannedWork {
-            pack_weights: PackWeights::Off,
-            replicas: DataParallel::default(),
-            offload: &Offload::default(),
-            on_gpu: false,
-            passes: Some(PlannedPasses {
-                plan: &plan,
-                tapes: model.tapes(),
-                recompute: Recompute::None,
-                num_rows: num_tokens,
-            }),
-            update: Some(PlannedUpdate {
-                rule: &AdamW(AdamWConfig::default()),
-            }),
-        };
-        Ok(MemoryPlan::new(&model.of_rank(0), &work)?.report())
-    }
+/// The memory of each category of a run with these flags, whose micro-batches have `num_tokens`.
+fn memory_with(flags: &str, config: &ModelConfig, num_tokens: usize) -> Result<MemoryReport> {
+    let given = flags.split("--").filter_map(|flag| flag.trim().split_once(' '));
+    let given = given.map(|(flag, value)| (flag.to_string(), Value::from(value)));
+    let run = Finetune::from_table(&given.collect())?;
+    let spec = run.seq_len(num_tokens).global_batch_size(1).spec(config, 1)?;
+    let model = spec.model()?;
+    let plan = spec.memory_plan(&model, &model.of_rank(0))?;
+    Ok(plan.report())
 }

@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
 
+use crate::pictures::picture::round_step;
+
 /// About so many ticks are wanted.
 const TICKS: f64 = 8.0;
 
@@ -135,14 +137,6 @@ fn ticks(range: &Range<f64>, scale: Scale) -> Vec<f64> {
     let first = (least / step - ROUNDING).ceil() as i64;
     let last = (greatest / step + ROUNDING).floor() as i64;
     (first..=last).map(|index| index as f64 * step).collect()
-}
-
-/// The least of 1, 2, 5, 10, 20 .. and 0.5, 0.2, 0.1 .. that is at least this.
-fn round_step(width: f64) -> f64 {
-    let power = 10f64.powf(width.log10().floor());
-    let digits = [1.0, 2.0, 5.0].into_iter();
-    let digit = digits.into_iter().find(|digit| digit * power >= width);
-    digit.unwrap_or(10.0) * power
 }
 
 /// All with the same number of decimals, in thousands or millions if they are large.

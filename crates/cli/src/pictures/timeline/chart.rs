@@ -3,14 +3,15 @@
 
 use std::collections::BTreeSet;
 
+use candle_trainer::counted;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use super::segments::{Shares, overlap, segments, union};
-use super::style::{Category, GREY, GRID, HIDDEN, IN_FLIGHT};
+use super::segments::{Shares, mean, overlap, segments, shares_of, union};
+use super::style::{Category, GREY, GRID};
 use super::trace_file::{Rank, TraceFile, TraceSpan};
-use crate::pictures::picture::{Drawing, Drawn, FONT};
+use crate::pictures::picture::{Drawing, Drawn, FONT, round_step};
 
 /// In pixels: where rows begin and end.
 const LEFT: i32 = 220;
@@ -35,36 +36,8 @@ pub(super) struct TimelineChart<'a> {
     window: (f64, f64),
     shares: Vec<Shares>,
     /// What has a column of shares.
-    columns: Vec<Column>,
+    columns: Vec<Category>,
     row_height: i32,
-}
-
-#[derive(Clone, Copy)]
-enum Column {
-    Of(usize),
-    Rest,
-    InFlight,
-    Hidden,
-}
-
-impl Column {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Of(index) => Category::ALL[index].short_name(),
-            Self::Rest => "other",
-            Self::InFlight => "in flight",
-            Self::Hidden => "hidden",
-        }
-    }
-
-    fn share(self, shares: &Shares) -> f64 {
-        match self {
-            Self::Of(index) => shares.of[index],
-            Self::Rest => shares.rest(),
-            Self::InFlight => shares.in_flight,
-            Self::Hidden => shares.hidden,
-        }
-    }
 }
 
 fn text(size: i32, color: &RGBColor, (h, v): (HPos, VPos)) -> TextStyle<'_> {
@@ -80,13 +53,12 @@ impl<'a> TimelineChart<'a> {
     /// The step `step` of a trace, which every rank has.
     pub fn of_step(trace: &'a TraceFile, step: usize) -> Self {
         let (start, end) = trace.window(step);
-        let mut chart = Self::new(&trace.ranks, (start, end), Category::is_common);
-        chart.title = format!("Step {step}: {} ms", number(end - start, 3));
-        chart.source = trace.name.clone();
-        chart.unit = "ms";
-        let others = [Column::Rest, Column::InFlight, Column::Hidden];
-        chart.columns.extend(others);
-        chart
+        Self {
+            title: format!("Step {step}: {} ms", number(end - start, 3)),
+            source: trace.name.clone(),
+            unit: "ms",
+            ..Self::new(&trace.ranks, (start, end), Category::is_common)
+        }
     }
 
     /// What `ranks` would do from 0 to `end`, in no unit of time.
@@ -104,12 +76,13 @@ impl<'a> TimelineChart<'a> {
         window: (f64, f64),
         is_always_shown: impl Fn(Category) -> bool,
     ) -> Self {
-        let shares = ranks.iter().map(|rank| Shares::new(rank, window));
+        let shares = ranks.iter().map(|rank| shares_of(rank, window));
         let shares: Vec<_> = shares.collect();
-        let mean = Shares::mean(&shares);
-        let is_shown =
-            |index: &usize| is_always_shown(Category::ALL[*index]) || mean.of[*index] >= 0.0005;
-        let columns = (0..Category::ALL.len()).filter(is_shown).map(Column::Of);
+        let mean = mean(&shares);
+        let is_shown = |category: &Category| {
+            is_always_shown(*category) || mean[*category as usize] >= 0.0005
+        };
+        let columns = Category::ALL.into_iter().filter(is_shown);
         Self {
             ranks,
             title: String::new(),
@@ -143,41 +116,34 @@ impl<'a> TimelineChart<'a> {
     fn draw_head<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Drawn<B> {
         let style = text(24, &BLACK, (HPos::Left, VPos::Center));
         area.draw(&Text::new(self.title.as_str(), (20, 34), style))?;
-        let ranks = match self.num_ranks() {
-            1 => "1 rank".to_string(),
-            count => format!("{count} ranks"),
-        };
+        let ranks = counted(self.ranks.len(), "rank");
         let from = format!("{ranks}, {}", self.source);
         let style = text(TEXT, &GREY, (HPos::Left, VPos::Center));
         area.draw(&Text::new(from, (20, 64), style))?;
-        let mean = Shares::mean(&self.shares);
+        let mean = mean(&self.shares);
         for (index, column) in self.columns.iter().enumerate() {
             let x = self.column_x(index);
-            let line = Rectangle::new([(x - COLUMN + 16, 30), (x, 36)], self.fill(*column));
-            area.draw(&line)?;
+            let style = match column {
+                // Of white only the border is seen.
+                Category::Step => GREY.stroke_width(1),
+                _ => column.color().filled(),
+            };
+            area.draw(&Rectangle::new([(x - COLUMN + 16, 30), (x, 36)], style))?;
             let style = text(TEXT, &BLACK, (HPos::Right, VPos::Center));
-            area.draw(&Text::new(column.name(), (x, 54), style))?;
+            area.draw(&Text::new(column.short_name(), (x, 54), style))?;
             let style = text(TEXT + 1, &BLACK, (HPos::Right, VPos::Center));
-            area.draw(&Text::new(percent(column.share(&mean)), (x, 82), style))?;
+            let share = percent(mean[*column as usize]);
+            area.draw(&Text::new(share, (x, 82), style))?;
         }
         let style = text(TEXT, &GREY, (HPos::Right, VPos::Center));
         let x = self.column_x(0) - COLUMN + 4;
         area.draw(&Text::new("mean of the ranks", (x, 82), style))
     }
 
-    fn fill(&self, column: Column) -> ShapeStyle {
-        match column {
-            Column::Of(index) => Category::ALL[index].color().filled(),
-            Column::Rest => GREY.stroke_width(1),
-            Column::InFlight => IN_FLIGHT.filled(),
-            Column::Hidden => HIDDEN.filled(),
-        }
-    }
-
     fn draw_axis<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Drawn<B> {
         let (start, end) = self.window;
         let bottom = TOP + self.row_height * self.num_ranks();
-        let tick = tick((end - start).max(1e-6));
+        let tick = round_step((end - start).max(1e-6) / 10.0);
         let mut index = 0;
         loop {
             let at = f64::from(index) * tick;
@@ -216,20 +182,20 @@ impl<'a> TimelineChart<'a> {
         }
         self.draw_numbers(area, &segments, (top + bottom) / 2)?;
         let in_flight = union(&rank.in_flight, self.window);
-        let draw_line = |(start, end), color: RGBColor| {
+        let draw_line = |(start, end), category: Category| {
             let (from, to) = (self.x(start), self.x(end));
             let corners = [(from, bottom + 1), (to, bottom + 1 + line)];
             match to > from {
-                true => area.draw(&Rectangle::new(corners, color.filled())),
+                true => area.draw(&Rectangle::new(corners, category.color().filled())),
                 false => Ok(()),
             }
         };
         for span in &in_flight {
-            draw_line(*span, HIDDEN)?;
+            draw_line(*span, Category::Hidden)?;
         }
         let idle = segments.iter().filter(|it| it.category == Category::Idle);
         for span in idle.flat_map(|idle| overlap(&in_flight, (idle.start, idle.end))) {
-            draw_line(span, IN_FLIGHT)?;
+            draw_line(span, Category::InFlight)?;
         }
         if !index.is_multiple_of(self.text_rows()) {
             return Ok(());
@@ -242,7 +208,7 @@ impl<'a> TimelineChart<'a> {
             style.clone(),
         ))?;
         for (column, of) in self.columns.iter().enumerate() {
-            let share = percent(of.share(&self.shares[index]));
+            let share = percent(self.shares[index][*of as usize]);
             area.draw(&Text::new(share, (self.column_x(column), y), style.clone()))?;
         }
         Ok(())
@@ -323,14 +289,6 @@ fn shaded(color: RGBColor, turn: usize) -> RGBColor {
     let white = 1.0 - 0.72f64.powi(turn.min(4) as i32);
     let pale = |part: u8| (f64::from(part) + white * (255.0 - f64::from(part))) as u8;
     RGBColor(pale(color.0), pale(color.1), pale(color.2))
-}
-
-/// 1, 2 or 5 times a power of ten, such that there are some ticks over `width`.
-fn tick(width: f64) -> f64 {
-    let power = 10f64.powf((width / 10.0).log10().floor());
-    let steps = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * power);
-    let enough = steps.into_iter().find(|step| width / step <= 10.0);
-    enough.unwrap_or(10.0 * power)
 }
 
 /// With so many digits at least as it needs before the point.

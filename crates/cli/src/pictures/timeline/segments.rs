@@ -40,56 +40,35 @@ pub(super) fn segments(events: &[TraceSpan], (start, end): (f64, f64)) -> Vec<Tr
     segments
 }
 
-/// What fractions of a time a rank spent.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Shares {
-    /// On each of [`Category::ALL`].
-    pub of: [f64; Category::ALL.len()],
-    /// With operations in flight.
-    pub in_flight: f64,
-    /// With operations in flight while it was not idle.
-    pub hidden: f64,
+/// What fraction of a time a rank spent on each of [`Category::ALL`].
+pub(super) type Shares = [f64; Category::ALL.len()];
+
+/// The shares of a rank from `start` to `end`.
+pub(super) fn shares_of(rank: &Rank, (start, end): (f64, f64)) -> Shares {
+    let whole = end - start;
+    let in_flight = union(&rank.in_flight, (start, end));
+    let mut shares = [0.0; Category::ALL.len()];
+    for segment in segments(&rank.computing, (start, end)) {
+        shares[segment.category as usize] += (segment.end - segment.start) / whole;
+        if segment.category == Category::Idle {
+            let both = overlap(&in_flight, (segment.start, segment.end));
+            let seen = both.map(|(from, to)| to - from).sum::<f64>() / whole;
+            shares[Category::Hidden as usize] -= seen;
+        }
+    }
+    let share = in_flight.iter().map(|span| span.1 - span.0).sum::<f64>() / whole;
+    shares[Category::InFlight as usize] = share;
+    shares[Category::Hidden as usize] += share;
+    // Before and after its own step a rank has no event.
+    let known: f64 = shares[..Category::Step as usize].iter().sum();
+    shares[Category::Step as usize] = 1.0 - known;
+    shares
 }
 
-impl Shares {
-    /// Those of a rank from `start` to `end`.
-    pub fn new(rank: &Rank, (start, end): (f64, f64)) -> Self {
-        let segments = segments(&rank.computing, (start, end));
-        let whole = end - start;
-        let in_flight = union(&rank.in_flight, (start, end));
-        let mut shares = Self {
-            in_flight: in_flight.iter().map(|span| span.1 - span.0).sum::<f64>() / whole,
-            ..Self::default()
-        };
-        shares.hidden = shares.in_flight;
-        for segment in segments {
-            let mut categories = Category::ALL.iter().zip(&mut shares.of);
-            let of = categories.find(|(category, _)| **category == segment.category);
-            if let Some((_, share)) = of {
-                *share += (segment.end - segment.start) / whole;
-            }
-            if segment.category == Category::Idle {
-                let both = overlap(&in_flight, (segment.start, segment.end));
-                shares.hidden -= both.map(|(from, to)| to - from).sum::<f64>() / whole;
-            }
-        }
-        shares
-    }
-
-    /// What is neither of the categories.
-    pub fn rest(&self) -> f64 {
-        1.0 - self.of.iter().sum::<f64>()
-    }
-
-    /// The means over ranks.
-    pub fn mean(all: &[Self]) -> Self {
-        let mean = |of: &dyn Fn(&Self) -> f64| all.iter().map(of).sum::<f64>() / all.len() as f64;
-        Self {
-            of: std::array::from_fn(|index| mean(&|shares| shares.of[index])),
-            in_flight: mean(&|shares| shares.in_flight),
-            hidden: mean(&|shares| shares.hidden),
-        }
-    }
+/// The means over ranks.
+pub(super) fn mean(all: &[Shares]) -> Shares {
+    let sum = |index: usize| all.iter().map(|shares| shares[index]).sum::<f64>();
+    std::array::from_fn(|index| sum(index) / all.len() as f64)
 }
 
 /// The moments from `start` to `end` that lie in one of the spans or several, as spans apart, in order.
@@ -134,7 +113,7 @@ mod tests {
 
     #[test]
     fn the_innermost_event_counts_and_nothing_counts_twice() {
-        use Category::{Backward, Forward, Idle, Step};
+        use Category::{Backward, Forward, Hidden, Idle, InFlight, Step};
         let computing = vec![
             event(Idle, 3.0, 4.0),
             event(Forward, 2.0, 6.0),
@@ -166,10 +145,11 @@ mod tests {
             in_flight: vec![(0.0, 2.0), (3.0, 3.5), (3.25, 5.0), (10.5, 30.0)],
             ..Rank::default()
         };
-        let shares = Shares::new(&rank, (1.0, 11.0));
-        assert_eq!(shares.of, [0.2, 0.4, 0.0, 0.0, 0.0, 0.25, 0.0, 0.0, 0.0]);
-        assert!((shares.rest() - 0.15).abs() < 1e-12);
-        assert!((shares.in_flight - 0.35).abs() < 1e-12);
-        assert!((shares.hidden - 0.2).abs() < 1e-12, "{shares:?}");
+        let shares = shares_of(&rank, (1.0, 11.0));
+        let known = [0.2, 0.4, 0.0, 0.0, 0.0, 0.25, 0.0, 0.0, 0.0];
+        assert_eq!(shares[..known.len()], known);
+        assert!((shares[Step as usize] - 0.15).abs() < 1e-12);
+        assert!((shares[InFlight as usize] - 0.35).abs() < 1e-12);
+        assert!((shares[Hidden as usize] - 0.2).abs() < 1e-12, "{shares:?}");
     }
 }

@@ -2,33 +2,34 @@
 
 use plotters::style::RGBColor;
 
-/// What time is spent on.
+/// What time is spent on; its number is its place in [`Self::ALL`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Category {
-    Step,
-    Data,
     Forward,
     Backward,
     InputGrad,
     WeightGrad,
     Optimizer,
+    Idle,
+    Data,
     Evaluation,
     Checkpoint,
-    Idle,
+    /// Of a step all that is nothing else.
+    Step,
+    /// Operations in flight, beside whatever the rank does.
+    InFlight,
+    /// Operations in flight while the rank is not idle.
+    Hidden,
 }
 
-/// Of operations in flight.
-pub(super) const IN_FLIGHT: RGBColor = RGBColor(0xe0, 0x7b, 0x1f);
-/// Of operations in flight while the rank is not idle.
-pub(super) const HIDDEN: RGBColor = RGBColor(0xf5, 0xc2, 0x8a);
 /// Of text that explains.
 pub(super) const GREY: RGBColor = RGBColor(0x6b, 0x72, 0x80);
 /// Of lines behind.
 pub(super) const GRID: RGBColor = RGBColor(0xe4, 0xe7, 0xec);
 
 impl Category {
-    /// Those that are told apart, in the order in which they are listed.
-    pub const ALL: [Self; 9] = [
+    /// All of them, in the order in which they are listed.
+    pub const ALL: [Self; 12] = [
         Self::Forward,
         Self::Backward,
         Self::InputGrad,
@@ -38,17 +39,23 @@ impl Category {
         Self::Data,
         Self::Evaluation,
         Self::Checkpoint,
+        Self::Step,
+        Self::InFlight,
+        Self::Hidden,
     ];
 
-    /// That of an event whose `cat` is `name`.
+    /// That of an event whose `cat` is `name`, which lies within others or apart.
     pub fn named(name: &str) -> Option<Self> {
-        let mut all = Self::ALL.into_iter().chain([Self::Step]);
-        all.find(|category| category.name() == name)
+        let mut all = Self::ALL.into_iter();
+        let found = all.find(|category| category.name() == name);
+        found.filter(|category| ![Self::InFlight, Self::Hidden].contains(category))
     }
 
     pub fn name(self) -> &'static str {
         match self {
             Self::Step => "step",
+            Self::InFlight => "in flight",
+            Self::Hidden => "hidden",
             Self::Data => "data",
             Self::Forward => "forward",
             Self::Backward => "backward",
@@ -66,15 +73,20 @@ impl Category {
         match self {
             Self::InputGrad => "input",
             Self::WeightGrad => "weight",
+            Self::Step => "other",
             _ => self.name(),
         }
     }
 
-    /// Whether its share is shown though it is nothing.
+    /// Whether its share of a step is shown though it is nothing.
     pub fn is_common(self) -> bool {
-        matches!(
+        !matches!(
             self,
-            Self::Forward | Self::Backward | Self::Optimizer | Self::Idle
+            Self::InputGrad
+                | Self::WeightGrad
+                | Self::Data
+                | Self::Evaluation
+                | Self::Checkpoint
         )
     }
 
@@ -82,6 +94,8 @@ impl Category {
     pub fn color(self) -> RGBColor {
         match self {
             Self::Step => RGBColor(0xff, 0xff, 0xff),
+            Self::InFlight => RGBColor(0xe0, 0x7b, 0x1f),
+            Self::Hidden => RGBColor(0xf5, 0xc2, 0x8a),
             Self::Data => RGBColor(0xb8, 0x9b, 0x2c),
             Self::Forward => RGBColor(0x3b, 0x76, 0xc4),
             Self::Backward => RGBColor(0x2a, 0x9d, 0x78),
