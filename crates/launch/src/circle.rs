@@ -1,7 +1,7 @@
 //! Ranks that wait for each other.
 
-/// The first circle of ranks that is found from one of `firsts`: each of them waits for another one of it. They ascend,
-/// and are below `num_ranks`. `awaited` says for whom a rank waits.
+/// The first circle that is found from one of `firsts`, which need not be in it: ranks each of which waits for another one of
+/// them, in rising order. `awaited` gives the ranks that a rank waits for; all ranks are below `num_ranks`.
 pub fn circle(
     firsts: impl IntoIterator<Item = usize>,
     num_ranks: usize,

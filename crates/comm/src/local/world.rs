@@ -117,10 +117,10 @@ impl WorldState {
             .collect()
     }
 
-    /// Ranks, this one among them, that wait for each other in a circle, and the collectives that they wait for.
+    /// Ranks that wait for each other in a circle, and the collectives that they wait for, if this one is among them and the
+    /// search from it finds no other circle first, whose own ranks report it.
     fn cycle(&self, rank: usize) -> Option<Vec<(usize, SlotId)>> {
         let ranks = circle([rank], self.ranks.len(), |rank| self.awaited(rank))?;
-        // Of a circle without this one its own ranks tell.
         let waits = ranks.contains(&rank).then(|| ranks.into_iter())?;
         waits
             .map(|rank| Some((rank, self.only_waits_for(rank)?)))

@@ -1,6 +1,8 @@
 //! The element types that ranks exchange, and how their values are combined.
 
-use bytemuck::{Pod, zeroed_vec};
+use std::alloc::{Layout as MemoryLayout, handle_alloc_error};
+
+use bytemuck::{Pod, try_zeroed_vec};
 use candle_core::{
     CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, WithDType, bail,
 };
@@ -14,9 +16,13 @@ use crate::{Operation, ReduceOp};
 pub(crate) trait Element: WithDType + Pod {
     /// What sums are accumulated in.
     type Acc: Element<Acc = Self::Acc>;
-    /// Zeroed memory, lazily where the system can.
+    /// Zeroed memory, lazily where the system can. The process ends, as by `vec!`, where there is none: a panic would end
+    /// one thread alone, for which others wait.
     fn zeros(len: usize) -> Vec<Self> {
-        zeroed_vec(len)
+        try_zeroed_vec(len).unwrap_or_else(|()| {
+            let layout = MemoryLayout::array::<Self>(len);
+            handle_alloc_error(layout.unwrap_or(MemoryLayout::new::<Self>()))
+        })
     }
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
     fn widen(self) -> Self::Acc;

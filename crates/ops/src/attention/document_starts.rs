@@ -21,7 +21,7 @@ struct Starts {
     /// Tokens of each document, row after row.
     lens: Vec<usize>,
     dims: (usize, usize),
-    /// On GPUs that asked for them.
+    /// Kept for the devices that asked for them.
     #[cfg(any(feature = "cudnn", all(test, feature = "cuda")))]
     on_gpus: Uploads<OnGpu>,
 }

@@ -5,7 +5,7 @@ use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use half::{bf16, f16};
 
-/// A type that kernels have an instance for, whose name ends as that of the type.
+/// A type that kernels have an instance for: the instance's name ends in `_` and the type's name.
 pub(crate) trait Element: CudaDType + DeviceRepr + WithDType {}
 
 impl Element for f32 {}

@@ -36,10 +36,9 @@ unsafe extern "C" {
     fn dlerror() -> *const c_char;
 }
 
-/// The library of this file, which stays loaded; else why it cannot be loaded, if the loader says it. NVIDIA's libraries
-/// may be loaded at any time.
+/// Loads one of NVIDIA's libraries, which stays loaded; else why it cannot be loaded, if the loader says it.
 pub(super) fn open(file: &CStr) -> Result<*mut c_void, Option<String>> {
-    // SAFETY: the name ends in a zero byte. `dlerror` is null or a text of this thread that lives until its next call of
+    // SAFETY: the name ends in a zero byte, and NVIDIA's libraries may be loaded at any time. `dlerror` is null or a text of this thread that lives until its next call of
     // these functions.
     unsafe {
         let library = dlopen(file.as_ptr(), RTLD_NOW);
@@ -51,9 +50,9 @@ pub(super) fn open(file: &CStr) -> Result<*mut c_void, Option<String>> {
     }
 }
 
-/// The address of a function of an open library, if it has one.
+/// The address of a function of a library that [`open`] gave, or of all that is loaded ([`RTLD_DEFAULT`]), if it has one.
 pub(super) fn address_of(library: *mut c_void, name: &CStr) -> Option<*mut c_void> {
-    // SAFETY: the library is open, the name ends in a zero byte.
+    // SAFETY: the callers give a library that stays loaded or `RTLD_DEFAULT`; the name ends in a zero byte.
     let address = unsafe { dlsym(library, name.as_ptr()) };
     (!address.is_null()).then_some(address)
 }

@@ -53,8 +53,8 @@ pub(crate) struct Fresh<T> {
 
 impl<T: CudaDType + DeviceRepr> Fresh<T> {
     pub(crate) fn new(device: &CudaDevice, len: usize) -> Result<Self> {
-        // SAFETY: the callers' kernels write every value before anything reads it. An allocation of nothing is an error
-        // to CUDA.
+        // SAFETY: the callers' kernels or copies write every value before anything reads it. An allocation of nothing is
+        // an error to CUDA.
         let slice = unsafe { device.alloc::<T>(len.max(1)) };
         let slice = slice.map_err(|err| {
             let bytes = len * size_of::<T>();

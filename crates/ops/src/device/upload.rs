@@ -16,11 +16,11 @@ pub fn upload(ids: Vec<u32>, shape: impl Into<Shape>, device: &Device) -> Result
     }
 }
 
-/// What was uploaded, and where it is.
+/// Tensors that were uploaded, by what they are made from.
 #[cfg(feature = "cuda")]
 pub(crate) type Uploads<K> = Mutex<Vec<(K, Tensor)>>;
 
-/// What `what` stands for on `device`, which gets the ids once.
+/// The tensor of `ids()` on `device`: uploaded when it is first asked for, and kept in `uploads` under `what`.
 #[cfg(feature = "cuda")]
 pub(crate) fn upload_once<K: PartialEq>(
     uploads: &Uploads<K>,

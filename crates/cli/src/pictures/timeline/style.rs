@@ -44,7 +44,7 @@ impl Category {
         Self::Hidden,
     ];
 
-    /// That of an event whose `cat` is `name`, which lies within others or apart.
+    /// The category of an event whose `cat` is `name`. In flight and hidden are computed, and no event's.
     pub fn named(name: &str) -> Option<Self> {
         let mut all = Self::ALL.into_iter();
         let found = all.find(|category| category.name() == name);
@@ -82,15 +82,11 @@ impl Category {
     pub fn is_common(self) -> bool {
         !matches!(
             self,
-            Self::InputGrad
-                | Self::WeightGrad
-                | Self::Data
-                | Self::Evaluation
-                | Self::Checkpoint
+            Self::InputGrad | Self::WeightGrad | Self::Data | Self::Evaluation | Self::Checkpoint
         )
     }
 
-    /// The rest of a step has no name, and the colour of the paper.
+    /// The rest of a step has the colour of the paper.
     pub fn color(self) -> RGBColor {
         match self {
             Self::Step => RGBColor(0xff, 0xff, 0xff),

@@ -295,7 +295,7 @@ impl Graph {
         self.tensor(number, kind, dims, strides, offsets)
     }
 
-    /// A tensor, with where the values of each document begin.
+    /// A tensor; `offsets` says where the values of each document begin, if documents differ in length.
     fn tensor(
         &mut self,
         number: i64,
