@@ -279,14 +279,11 @@ impl GgufExport {
         let template = parts.template.as_ref();
         let vocab = gguf_vocab(tokenizer, config.vocab_size, template, parts.eos_ids())?;
         lines.extend(vocab.differences);
-        let modelfile = self.text_of_modelfile(
-            parts,
-            &format!("FROM ./{}", self.file_name()),
-            &vocab.metadata,
-        );
+        let adds_bos = adds_bos(&vocab.metadata);
         metadata.extend(vocab.metadata);
         self.write_file(metadata, tensors, weights)?;
-        lines.extend(self.write_modelfile(modelfile)?);
+        let from = format!("FROM ./{}", self.file_name());
+        lines.extend(self.write_modelfile(parts, &from, adds_bos)?);
         Ok(lines)
     }
 
@@ -354,8 +351,7 @@ impl GgufExport {
             template,
             parts.eos_ids(),
         )?;
-        let modelfile = self.text_of_modelfile(parts, &from, &vocab.metadata);
-        let missing = self.write_modelfile(modelfile)?;
+        let missing = self.write_modelfile(parts, &from, adds_bos(&vocab.metadata))?;
         Ok(missing.into_iter().collect())
     }
 
@@ -405,25 +401,12 @@ impl GgufExport {
         Ok(())
     }
 
-    /// That of a file that says so of its tokenizer, if it is asked for, and what is to be known of it.
-    fn text_of_modelfile(
-        &self,
-        parts: &Parts,
-        from: &str,
-        vocab: &GgufMetadata,
-    ) -> Option<(String, Option<String>)> {
-        let adds_bos = vocab.get("tokenizer.ggml.add_bos_token");
-        let adds_bos = matches!(adds_bos, Some(GgufValue::Bool(true)));
-        self.modelfile.then(|| parts.modelfile(from, adds_bos))
-    }
-
-    fn write_modelfile(
-        &self,
-        modelfile: Option<(String, Option<String>)>,
-    ) -> Result<Option<String>> {
-        let Some((text, missing)) = modelfile else {
+    /// Writes the Modelfile, if it is asked for: what is to be known of it.
+    fn write_modelfile(&self, parts: &Parts, from: &str, adds_bos: bool) -> Result<Option<String>> {
+        if !self.modelfile {
             return Ok(None);
-        };
+        }
+        let (text, missing) = parts.modelfile(from, adds_bos);
         let place = self.place_of_modelfile();
         let write = || -> std::io::Result<()> {
             let mut file = WholeFile::create(&place)?;
@@ -449,6 +432,12 @@ impl GgufExport {
             size_in_words(size)
         )
     }
+}
+
+/// Whether llama.cpp puts the first token before a text by itself, as the file says of its tokenizer.
+fn adds_bos(vocab: &GgufMetadata) -> bool {
+    let adds_bos = vocab.get("tokenizer.ggml.add_bos_token");
+    matches!(adds_bos, Some(GgufValue::Bool(true)))
 }
 
 /// An error if the model has a weight that the file would not.
