@@ -85,7 +85,8 @@ impl ChatTemplate {
     ) -> Result<Self> {
         let path = &source.path;
         tracing::debug!("chat template: {}", path.display());
-        let read = with_stack(|| environment_of(&source)).unwrap_or_else(|err| Err(err.to_string()));
+        let read =
+            with_stack(|| environment_of(&source)).unwrap_or_else(|err| Err(err.to_string()));
         let (environment, recurses) = match read {
             Ok(read) => read,
             Err(err) => {

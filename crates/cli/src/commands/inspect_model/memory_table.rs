@@ -54,10 +54,15 @@ fn print_row(flags: &str, cells: &[String]) {
 
 /// The memory of each category of a run with these flags, whose micro-batches have `num_tokens`.
 fn memory_with(flags: &str, config: &ModelConfig, num_tokens: usize) -> Result<MemoryReport> {
-    let given = flags.split("--").filter_map(|flag| flag.trim().split_once(' '));
+    let given = flags
+        .split("--")
+        .filter_map(|flag| flag.trim().split_once(' '));
     let given = given.map(|(flag, value)| (flag.to_string(), Value::from(value)));
     let run = Finetune::from_table(&given.collect())?;
-    let spec = run.seq_len(num_tokens).global_batch_size(1).spec(config, 1)?;
+    let spec = run
+        .seq_len(num_tokens)
+        .global_batch_size(1)
+        .spec(config, 1)?;
     let model = spec.model()?;
     let plan = spec.memory_plan(&model, &model.of_rank(0))?;
     Ok(plan.report())

@@ -79,9 +79,8 @@ impl<'a> TimelineChart<'a> {
         let shares = ranks.iter().map(|rank| shares_of(rank, window));
         let shares: Vec<_> = shares.collect();
         let mean = mean(&shares);
-        let is_shown = |category: &Category| {
-            is_always_shown(*category) || mean[*category as usize] >= 0.0005
-        };
+        let is_shown =
+            |category: &Category| is_always_shown(*category) || mean[*category as usize] >= 0.0005;
         let columns = Category::ALL.into_iter().filter(is_shown);
         Self {
             ranks,

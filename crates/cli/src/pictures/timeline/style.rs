@@ -82,11 +82,7 @@ impl Category {
     pub fn is_common(self) -> bool {
         !matches!(
             self,
-            Self::InputGrad
-                | Self::WeightGrad
-                | Self::Data
-                | Self::Evaluation
-                | Self::Checkpoint
+            Self::InputGrad | Self::WeightGrad | Self::Data | Self::Evaluation | Self::Checkpoint
         )
     }
 
