@@ -583,10 +583,8 @@ impl TrainingRun<'_> {
             .weights
             .store(&self.spec, self.model.name.as_deref())?;
         let num_read_bytes = store.checkpoint().map(|source| source.num_read_bytes());
-        let loading = num_read_bytes.filter(|_| is_first).map(|num_bytes| {
-            let done = move || num_bytes.load(Ordering::Relaxed);
-            Activity::of_bytes("loading weights", None, done)
-        });
+        let num_read_bytes = num_read_bytes.filter(|_| is_first);
+        let loading = num_read_bytes.map(|num| Activity::of_bytes("loading weights", None, num));
         let store = store
             .with_data_parallel(training.data_parallel())
             .with_offload(self.spec.offload())

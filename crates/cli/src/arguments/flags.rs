@@ -122,14 +122,10 @@ fn value_of(flag: &str, words: &[OsString]) -> Option<OsString> {
     let mut words = words.iter();
     while let Some(word) = words.next() {
         let text = word.to_string_lossy();
-        if text == flag {
-            return words.next().cloned();
-        }
-        if let Some(value) = text
-            .strip_prefix(flag)
-            .and_then(|rest| rest.strip_prefix('='))
-        {
-            return Some(value.into());
+        match text.split_once('=') {
+            Some((name, value)) if name == flag => return Some(value.into()),
+            None if text == flag => return words.next().cloned(),
+            _ => {}
         }
     }
     None
