@@ -21,7 +21,7 @@ use candle_core::{DType, Device, Error, Result};
 use candle_launch::PEER_FAILED_EXIT_CODE;
 use candle_ops::GpuState;
 use candle_parallel::checkpoint::{HfSave, SpaceNeed, check_free_space, with_config_dtype};
-use candle_parallel::{ModelPart, Parameters, agree};
+use candle_parallel::{ModelPart, Parameters, agree, gather};
 use candle_train_models::flops_per_token;
 use candle_trainer::{
     Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, ParameterServer,
@@ -380,9 +380,8 @@ impl TrainingRun<'_> {
         let training = &self.spec.training;
         let is_restart = ranks.env.num_restarts() > 0;
         // The first rank's.
-        let names = mesh.world.all_gather_bytes(name.as_bytes())?;
-        let name = names.first().map_or(&[][..], Vec::as_slice);
-        let mut name = String::from_utf8_lossy(name).into_owned();
+        let names: Vec<String> = gather(&mesh.world, name)?;
+        let mut name = names.into_iter().next().unwrap_or_default();
         let checkpoints = self.resumed(record, is_restart, true, &mesh.world);
         let checkpoints = checkpoints.and_then(|resumed| {
             let checkpoint = resumed.as_ref().map(|it| &it.checkpoint);
