@@ -94,22 +94,20 @@ impl Generate {
     /// Flags that would do nothing.
     pub fn idle(&self) -> Vec<Idle> {
         let is_narrow = self.dtype != DType::F32;
-        let mut idle = Vec::new();
-        if self.temperature == Some(0.0) && self.top_p.is_some() {
-            idle.push(Idle {
-                flag: "top-p",
-                by: &["temperature"],
-                why: "beside --temperature 0, which always takes the most likely token",
-            });
-        }
-        if is_narrow && self.ranks.matmul_precision.is_some() {
-            idle.push(Idle {
-                flag: "matmul-precision",
-                by: &["dtype"],
-                why: "beside --dtype bf16 or f16, and is about products of f32",
-            });
-        }
-        idle
+        Idle::of([
+            (
+                self.temperature == Some(0.0) && self.top_p.is_some(),
+                "top-p",
+                &["temperature"],
+                "beside --temperature 0, which always takes the most likely token",
+            ),
+            (
+                is_narrow && self.ranks.matmul_precision.is_some(),
+                "matmul-precision",
+                &["dtype"],
+                "beside --dtype bf16 or f16, and is about products of f32",
+            ),
+        ])
     }
 
     /// Writes to stdout.
