@@ -210,8 +210,8 @@ fn leave_out(layers: &mut [Layer], idle: &Idle, typed: impl Fn(&str) -> bool) ->
     is_changed
 }
 
-/// What layers of values say beside flags that are `typed`, the strongest of which is the first: `parse` makes it of their words, and `idle`
-/// tells which of its flags do nothing.
+/// What layers of values say beside flags that are `typed`, the strongest of which is the first: `parse` makes it of their
+/// words, and `idle` tells which of its flags do nothing.
 ///
 /// # Errors
 /// Those of `parse`; flags that would do nothing.

@@ -108,7 +108,8 @@ const MAX_OTHERS: usize = 1000;
 #[derive(Debug)]
 pub(crate) struct MappedColumns<'a> {
     pub columns: &'a Columns,
-    /// Names of columns of the records, until all that are looked for are found; of others not all if there are very many.
+    /// Names of columns of the records, until all that are looked for are found; of others not all if there are very
+    /// many.
     seen: Mutex<BTreeSet<String>>,
 }
 

@@ -31,8 +31,8 @@ pub struct GenerationFile {
 }
 
 impl GenerationFile {
-    /// That of the model in `dir`, or of its adapter, which has one if it was trained with another template than the model's; one that says
-    /// nothing if there is none.
+    /// That of the model in `dir`, or of its adapter, which has one if it was trained with another template than the
+    /// model's; one that says nothing if there is none.
     ///
     /// # Errors
     /// A file that cannot be read, or is no JSON.
