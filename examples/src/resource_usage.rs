@@ -1,5 +1,7 @@
 //! What the process has used, as Linux tells it; 0 elsewhere.
 
+use nix::sys::resource::{UsageWho, getrusage};
+
 /// Largest resident memory so far, in bytes.
 pub fn peak_rss_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -10,9 +12,5 @@ pub fn peak_rss_bytes() -> u64 {
 
 /// Page faults so far that needed no disk.
 pub fn page_faults() -> u64 {
-    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    // The fields follow the program's name, which stands in brackets and may hold blanks; minflt is the eighth of them.
-    let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
-    let minor = fields.split_whitespace().nth(7);
-    minor.and_then(|minor| minor.parse().ok()).unwrap_or(0)
+    getrusage(UsageWho::RUSAGE_SELF).map_or(0, |usage| usage.minor_page_faults() as u64)
 }

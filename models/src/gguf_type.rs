@@ -65,10 +65,6 @@ impl GgufType {
         self.row().2
     }
 
-    fn is_mixed(self) -> bool {
-        matches!(self, Self::Q4KM | Self::Q5KM)
-    }
-
     /// The types of `tensors`, and lines that say which of them have another one than usual, as their rows are no whole blocks.
     pub(crate) fn mix(self, config: &ModelConfig, tensors: &mut [GgufTensor]) -> Vec<String> {
         let mut others: BTreeMap<(String, String, usize), Vec<String>> = BTreeMap::new();
@@ -118,7 +114,8 @@ impl GgufType {
         let has_more = layer.is_some_and(|layer| has_more_bits(layer, num_layers));
         let is_value = name.ends_with("attn_v.weight");
         let is_70b = num_layers == 80 && config.num_attention_heads != config.num_key_value_heads;
-        match self.is_mixed() && (is_value || name.ends_with("ffn_down.weight")) {
+        let is_mixed = matches!(self, Self::Q4KM | Self::Q5KM);
+        match is_mixed && (is_value || name.ends_with("ffn_down.weight")) {
             true if has_more => GgmlDType::Q6K,
             // Many heads share its v.
             true if is_value && is_70b && usual == GgmlDType::Q4K => GgmlDType::Q5K,

@@ -177,9 +177,9 @@ impl RopeKind {
                         "low_freq_factor is {low} and high_freq_factor {high}; expected the first to be smaller"
                     );
                 }
-                let numbers = [("low_freq_factor", low), ("high_freq_factor", high)];
-                positive.extend(numbers);
                 positive.extend([
+                    ("low_freq_factor", low),
+                    ("high_freq_factor", high),
                     ("factor", factor),
                     context(original_max_position_embeddings),
                 ]);
@@ -192,13 +192,13 @@ impl RopeKind {
                 beta_slow,
                 ..
             } => {
-                let numbers = [("beta_fast", beta_fast), ("beta_slow", beta_slow)];
-                positive.extend(numbers);
                 positive.extend([
+                    ("beta_fast", beta_fast),
+                    ("beta_slow", beta_slow),
                     ("factor", factor),
                     context(original_max_position_embeddings),
+                    ("attention_factor", attention_factor),
                 ]);
-                positive.push(("attention_factor", attention_factor));
             }
         }
         for (name, value) in positive {

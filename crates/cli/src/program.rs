@@ -11,7 +11,7 @@ use candle_launch::launcher::{
 use candle_launch::{NEEDS_MPI_EXIT_CODE, RankEnv, before_ending, ignore_file_size_signal};
 use candle_parallel::checkpoint::{end_when_a_file_is_cut, remove_leftovers};
 use candle_train_run::{
-    Finetune, FromCheckpoint, FromScratch, Pretrain, Run, Start, exit_as_rank, exit_with,
+    Finetune, FromCheckpoint, FromScratch, Pretrain, Run, Start, exit_as_rank, exit_with, flat,
     print_line, print_note, written,
 };
 use clap::builder::{Resettable, StyledStr};
@@ -252,12 +252,7 @@ pub fn run_with_flags<S: Start>(name: &'static str, run: &Run<S>) -> ExitCode {
     };
     let with_own = |table: &Table| {
         let mut flags = S::defaults();
-        for (key, value) in table {
-            match value {
-                Value::Table(section) => flags.extend(section.clone()),
-                value => drop(flags.insert(key.clone(), value.clone())),
-            }
-        }
+        flags.extend(flat(table));
         flags
     };
     let command = training_command::<S>(

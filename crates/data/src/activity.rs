@@ -2,6 +2,8 @@
 //! and then, for logs.
 
 use std::io::{IsTerminal, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -40,7 +42,12 @@ impl Activity {
     }
 
     /// The same, and how many bytes are `done`, of `total` if that is known.
-    pub fn of_bytes(
+    pub fn of_bytes(name: &str, total: Option<u64>, done: Arc<AtomicU64>) -> Self {
+        Self::of_bytes_by(name, total, move || done.load(Ordering::Relaxed))
+    }
+
+    /// As [`Self::of_bytes`], where `done` tells them.
+    pub(crate) fn of_bytes_by(
         name: &str,
         total: Option<u64>,
         done: impl Fn() -> u64 + Send + 'static,

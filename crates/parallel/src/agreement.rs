@@ -12,10 +12,7 @@ use twox_hash::XxHash64;
 /// # Errors
 /// Failures of ranks.
 #[track_caller]
-pub(crate) fn gather<T: DeserializeOwned>(
-    group: &ProcessGroup,
-    own: &impl Serialize,
-) -> Result<Vec<T>> {
+pub fn gather<T: DeserializeOwned>(group: &ProcessGroup, own: &impl Serialize) -> Result<Vec<T>> {
     let own = serde_json::to_vec(own).map_err(Error::wrap)?;
     let all = group.all_gather_bytes(&own)?.into_iter();
     all.map(|said| serde_json::from_slice(&said).map_err(Error::wrap))

@@ -111,7 +111,7 @@ mod placement;
 mod schedule;
 mod view;
 
-pub use agreement::agree;
+pub use agreement::{agree, gather};
 pub use context_parallel::{ContextConfig, ContextMethod, ContextParallel, KeptAttention};
 pub use data_parallel::{DataParallel, ReduceType, ZeroStage};
 pub use gradients::{GradientSums, Gradients, ReducedGradients, ReducedLoss};

@@ -123,7 +123,7 @@ impl TrainingRun<'_> {
             return Ok(DryRun::new(Some(num_steps), &self.whole, &memory));
         }
         // Without weights it is not known which run this is.
-        let is_known = self.initial_weights.folder().is_some() || self.base_model.is_none();
+        let is_known = self.model.weights.folder().is_some() || self.model.name.is_none();
         if !is_known {
             settled.save = settled.save.of_any_run();
             if !self.spec.lora.is_given() {

@@ -165,7 +165,7 @@ impl<'a> Layer<'a> {
 
 /// The words of layers, the strongest of which is the first, beside flags that are `typed`: a flag is taken from the first one that has it,
 /// unless it contradicts one that goes before it.
-pub fn words_of_layers(layers: &[Layer], typed: impl Fn(&str) -> bool) -> Vec<OsString> {
+fn words_of_layers(layers: &[Layer], typed: impl Fn(&str) -> bool) -> Vec<OsString> {
     let mut taken: Vec<&(&Arg, Vec<OsString>)> = Vec::new();
     for (index, layer) in layers.iter().enumerate() {
         let command = layer.command;
@@ -196,7 +196,7 @@ pub fn words_of_layers(layers: &[Layer], typed: impl Fn(&str) -> bool) -> Vec<Os
 }
 
 /// Leaves a flag that does nothing out of the layers, where one that is `typed` is why, or where it is a default; whether there was one.
-pub fn leave_out(layers: &mut [Layer], idle: &Idle, typed: impl Fn(&str) -> bool) -> bool {
+fn leave_out(layers: &mut [Layer], idle: &Idle, typed: impl Fn(&str) -> bool) -> bool {
     let is_because = idle.by.iter().any(|by| typed(by)) && !typed(idle.flag);
     let mut is_changed = false;
     for layer in layers {
@@ -210,33 +210,42 @@ pub fn leave_out(layers: &mut [Layer], idle: &Idle, typed: impl Fn(&str) -> bool
     is_changed
 }
 
-/// What a command's words and layers of values say together.
+/// What layers of values say beside flags that are `typed`, the strongest of which is the first: `parse` makes it of their
+/// words, and `idle` tells which of its flags do nothing.
 ///
 /// # Errors
-/// Values that a flag does not take; flags that contradict each other, or would do nothing.
-pub(crate) fn parse_layers<T: FromArgMatches>(
-    command: &Command,
+/// Those of `parse`; flags that would do nothing.
+pub fn parse_layers<T>(
     layers: &mut [Layer],
+    typed: impl Fn(&str) -> bool,
+    parse: impl Fn(Vec<OsString>) -> Result<T>,
     idle: impl Fn(&T) -> Vec<Idle>,
 ) -> Result<T> {
     loop {
-        let words = words_of_layers(layers, |_| false);
-        let matches = command.clone().try_get_matches_from(words);
-        let args = matches.and_then(|matches| T::from_arg_matches(&matches));
-        let args = args.map_err(|err| {
-            let said = err.render().to_string();
-            let said = said.strip_prefix("error: ").unwrap_or(&said);
-            let said = said.split("\n\nUsage:").next().unwrap_or_default();
-            let said = said.split("\n\nFor more information").next();
-            Error::msg(said.unwrap_or_default().trim_end().to_string())
-        })?;
+        let args = parse(words_of_layers(layers, &typed))?;
         let idle = idle(&args);
         let mut some = idle.iter();
-        if !some.any(|idle| leave_out(layers, idle, |_| false)) {
+        if !some.any(|idle| leave_out(layers, idle, &typed)) {
             Idle::refuse(&idle)?;
             return Ok(args);
         }
     }
+}
+
+/// What words alone say.
+///
+/// # Errors
+/// Values that a flag does not take; flags that contradict each other.
+pub(crate) fn parse_words<T: FromArgMatches>(command: &Command, words: Vec<OsString>) -> Result<T> {
+    let matches = command.clone().try_get_matches_from(words);
+    let args = matches.and_then(|matches| T::from_arg_matches(&matches));
+    args.map_err(|err| {
+        let said = err.render().to_string();
+        let said = said.strip_prefix("error: ").unwrap_or(&said);
+        let said = said.split("\n\nUsage:").next().unwrap_or_default();
+        let said = said.split("\n\nFor more information").next();
+        Error::msg(said.unwrap_or_default().trim_end().to_string())
+    })
 }
 
 /// A value as words of a command line, or what is expected instead.

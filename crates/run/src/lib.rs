@@ -45,7 +45,7 @@ pub use dry_run::DryRun;
 pub use export::generation_config::{GENERATION_FILE, GenerationFile};
 pub use export::gguf::{GgufExport, GgufSource};
 pub use flags::idle::Idle;
-pub use flags::{Layer, find, leave_out, numbers_may_be_negative, words_of_layers};
+pub use flags::{Layer, find, numbers_may_be_negative, parse_layers};
 pub use memory::allocator::{ALLOCATOR, Allocator, keep_freed_memory, return_freed_memory};
 pub use memory::counting_allocator::{
     CountingAllocator, peak_allocated_bytes, peak_bytes_of, rank_allocated_bytes,
@@ -57,7 +57,7 @@ pub use output::{
 };
 pub use reading::{DataModel, TrainingData};
 pub use record::{WEIGHTS, digest_of_weights};
-pub use run::Run;
+pub use run::{Run, flat};
 pub use spec::RunSpec;
 pub use start::adapter_base::{
     NamedModel, base_of, check_base, is_adapter, refuse_adapter, resolve_base,

@@ -183,22 +183,26 @@ impl TrainingArgs {
     }
 }
 
+/// What a folder has with one of these extensions, in order.
+pub(crate) fn files_with(dir: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(dir)?.map(|entry| Ok(entry?.path()));
+    let mut files = entries.collect::<Result<Vec<PathBuf>>>()?;
+    files.retain(|path| {
+        let own = path.extension();
+        own.is_some_and(|own| extensions.iter().any(|extension| own == *extension))
+    });
+    files.sort();
+    Ok(files)
+}
+
 /// A checksum of the sizes of a model's weights files and of parts of them.
 ///
 /// # Errors
 /// A file that cannot be read.
 pub fn digest_of_weights(dir: &Path) -> Result<String> {
-    let mut files: Vec<PathBuf> = std::fs::read_dir(dir)?
-        .map(|entry| Ok(entry?.path()))
-        .collect::<Result<_>>()?;
-    files.retain(|path| {
-        path.extension()
-            .is_some_and(|ending| ending == "safetensors")
-    });
-    files.sort();
     let mut hash = XxHash64::default();
     let mut block = vec![0; BLOCK as usize];
-    for path in files {
+    for path in files_with(dir, &["safetensors"])? {
         let opened = open_file(&path);
         let mut file =
             opened.map_err(|err| Error::msg(format!("cannot read {}: {err}", path.display())))?;

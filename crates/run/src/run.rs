@@ -20,7 +20,7 @@ use crate::args::training::TrainingArgs;
 use crate::config_file::read_table;
 use crate::dry_run::DryRun;
 use crate::flags::idle::Idle;
-use crate::flags::{Layer, arguments, default_of, is_contradicted, parse_layers};
+use crate::flags::{Layer, arguments, default_of, is_contradicted, parse_layers, parse_words};
 use crate::output::observer::Observers;
 use crate::reading::DataModel;
 use crate::spec::{RunSpec, check_flags};
@@ -93,7 +93,8 @@ impl<S: Start> Run<S> {
             Layer::of(&command, table, &Self::sections())?,
             Layer::of(&command, &defaults, &[])?.as_defaults(),
         ];
-        parse_layers(&command, &mut layers, Self::idle)
+        let parse = |words| parse_words(&command, words);
+        parse_layers(&mut layers, |_| false, parse, Self::idle)
     }
 
     /// As [`Self::from_table`] of a TOML file.
@@ -279,7 +280,7 @@ impl<S: Start> Run<S> {
         let Opened {
             mut spec,
             ranks,
-            model,
+            mut model,
             whole,
             tokenizer,
         } = opened;
@@ -294,25 +295,15 @@ impl<S: Start> Run<S> {
         let data = (spec.data).read(of_model, &spec.training, &ranks, cache)?;
         spec.samples = Some((data.samples.len(), data.samples.longest()));
         let title = self.start.title(&self.data, &model);
-        let StartModel {
-            weights,
-            name,
-            sidecars,
-            mut inputs,
-            ..
-        } = model;
-        inputs.extend(data.inputs.iter().cloned());
+        model.inputs.extend(data.inputs.iter().cloned());
         Ok(TrainingRun {
             observers,
             samples: self.samples.clone(),
             stop,
             tokenizer,
             title,
-            sidecars,
-            inputs,
             data,
-            base_model: name,
-            initial_weights: weights,
+            model,
             whole,
             again: self.to_repeat(&spec.training)?,
             shared: self.shared()?,
@@ -434,8 +425,8 @@ fn remove_same(table: &mut Table, other: &Table) {
     });
 }
 
-/// The values of all sections.
-pub(crate) fn flat(table: &Table) -> Table {
+/// The values of all sections, without these.
+pub fn flat(table: &Table) -> Table {
     let mut flat = Table::new();
     for (key, value) in table {
         match value {

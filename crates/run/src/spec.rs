@@ -10,7 +10,7 @@ use candle_parallel::{
     AdamW, AdamWConfig, MemoryCategory, MemoryPlan, MemoryReport, ModelSpec, Offload, Optimizer,
     PackWeights, ParamStore, Parameters, Plan, PlannedPasses, PlannedUpdate, PlannedWork, RankSpec,
 };
-use candle_train_models::{CausalLm, ModelConfig, PartConfig};
+use candle_train_models::{CausalLm, ModelConfig};
 use candle_trainer::{counted, memory_left};
 
 use crate::args::choices::PackChoice;
@@ -207,11 +207,7 @@ impl RunSpec {
             .builder(layout.dtype(), &Device::Cpu);
         let degrees = self.degrees();
         let seq_len = training.batches.sequences.seq_len();
-        let parts = PartConfig {
-            layout: Some(layout.pipeline.layout(degrees.pp, &self.config, seq_len)?),
-            context: layout.context.config(),
-            sequence_parallel: layout.context.sequence_parallel,
-        };
+        let parts = layout.part_config(&self.config, degrees.pp, seq_len)?;
         CausalLm::spec(&self.config, degrees, &vb, parts)
     }
 

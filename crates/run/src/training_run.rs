@@ -21,7 +21,7 @@ use candle_core::{DType, Device, Error, Result};
 use candle_launch::PEER_FAILED_EXIT_CODE;
 use candle_ops::GpuState;
 use candle_parallel::checkpoint::{HfSave, SpaceNeed, check_free_space, with_config_dtype};
-use candle_parallel::{ModelPart, Parameters, agree};
+use candle_parallel::{ModelPart, Parameters, agree, gather};
 use candle_train_models::flops_per_token;
 use candle_trainer::{
     Activity, Checkpoints, EvalBatches, EvalHistory, Evaluation, ModelFlops, ParameterServer,
@@ -42,6 +42,7 @@ use crate::output::observer::{Numbers, Observers, RunEvent};
 use crate::output::{code_of_refusal, in_words, print_for_all, print_note};
 use crate::reading::TrainingData;
 use crate::spec::{RanksMemory, RunSpec};
+use crate::start::StartModel;
 use crate::start::initial_weights::InitialWeights;
 use crate::training_run::best_weights::{remove_best, take_best, tell_of_best};
 use crate::training_run::end::End;
@@ -58,19 +59,13 @@ pub struct TrainingRun<'o> {
     pub(crate) samples: SampleArgs,
     /// What may stop it; the time counts since the program began.
     pub(crate) stop: Stop,
-    pub(crate) initial_weights: InitialWeights,
+    pub(crate) model: StartModel,
     /// The parameters of the whole model, without values.
     pub(crate) whole: Parameters,
-    /// The model that is trained, as its user calls it.
-    pub(crate) base_model: Option<String>,
     pub(crate) tokenizer: Tokenizer,
     pub(crate) data: TrainingData,
     /// What is trained on what, in words.
     pub(crate) title: String,
-    /// Files and folders that are read.
-    pub(crate) inputs: Vec<PathBuf>,
-    /// Files beside the weights of the trained checkpoint.
-    pub(crate) sidecars: Vec<(String, Vec<u8>)>,
     /// The run as a table, to do it again.
     pub(crate) again: Table,
     /// Flags with their values that all ranks must have alike.
@@ -165,7 +160,7 @@ impl TrainingRun<'_> {
     /// What the flags make of the model and the data.
     pub(crate) fn settle(&mut self) -> Result<Settled> {
         // Of this run, not of that which made the model.
-        self.sidecars.retain(|(name, _)| name != CONFIG_FILE);
+        self.model.sidecars.retain(|(name, _)| name != CONFIG_FILE);
         if let Some(date) = self.data.date.filter(|_| !self.is_date_given) {
             let name = DATE.trim_start_matches("--").to_string();
             let section = self.again.entry("data").or_insert(Table::new().into());
@@ -176,13 +171,14 @@ impl TrainingRun<'_> {
             self.spec.taken.push(Taken::new(DATE, date, reason));
         }
         if let Some(template) = &self.data.chosen_template {
-            template.save_among(&mut self.sidecars, &self.tokenizer)?;
+            template.save_among(&mut self.model.sidecars, &self.tokenizer)?;
         }
         let own = text_of(&self.again, &self.spec.taken)?;
-        self.sidecars
+        self.model
+            .sidecars
             .push((CONFIG_FILE.to_string(), own.into_bytes()));
-        let model = self.initial_weights.folder();
-        let warning = (self.spec.lora).check(self.base_model.as_deref().zip(model))?;
+        let model = self.model.weights.folder();
+        let warning = (self.spec.lora).check(self.model.name.as_deref().zip(model))?;
         self.data.warnings.extend(warning);
         let memory = self.spec.choose_packing(&self.ranks.env)?;
         let is_other = self.spec.keep_activations(&self.ranks.env)?;
@@ -194,7 +190,11 @@ impl TrainingRun<'_> {
         let save_dtype = training.output.save_dtype;
         let train = training.train_config(&data.samples)?;
         self.evaluation((0, 1), EvalHistory::default())?;
-        let config = self.sidecars.iter().find(|(name, _)| name == "config.json");
+        let config = self
+            .model
+            .sidecars
+            .iter()
+            .find(|(name, _)| name == "config.json");
         let config = config.map(|(_, content)| content.as_slice());
         let mut record = TrainingRecord {
             save_dtype: save_dtype.map(|dtype| dtype.as_str().to_string()),
@@ -206,15 +206,15 @@ impl TrainingRun<'_> {
             let has_ends = data.chosen_template.is_some();
             let is_of_adapter =
                 |name: &str| has_ends && name == GENERATION_FILE || !OF_THE_MODEL.contains(&name);
-            self.sidecars.retain(|(name, _)| is_of_adapter(name));
+            self.model.sidecars.retain(|(name, _)| is_of_adapter(name));
         }
         let name = self.name(&record, &self.ranks)?;
-        let sidecars = with_config_dtype(self.sidecars.clone(), save_dtype)?;
+        let sidecars = with_config_dtype(self.model.sidecars.clone(), save_dtype)?;
         let beside = training.checkpoints.save_dir.as_deref();
         let samples = data.eval_samples.as_ref();
         let save = HfSave {
             run: Some(training.run_digest(&record, save_dtype, samples)?),
-            inputs: self.inputs.clone(),
+            inputs: self.model.inputs.clone(),
             ..training.output.hf_save(beside, sidecars)
         };
         Ok(Settled {
@@ -243,7 +243,7 @@ impl TrainingRun<'_> {
 
     /// The GGUF file that is written at the end, if one is.
     fn gguf_export(&self, save: &HfSave) -> Option<GgufExport> {
-        let base = self.initial_weights.folder();
+        let base = self.model.weights.folder();
         let base = base.filter(|_| self.spec.lora.is_given());
         let run = save.run.as_deref();
         self.spec.training.output.gguf_export(base, run)
@@ -287,7 +287,7 @@ impl TrainingRun<'_> {
             self.check_start(&settled, claimed.place())?;
         }
         let folders = [
-            ("--model", self.initial_weights.folder()),
+            ("--model", self.model.weights.folder()),
             ("--adapter", self.spec.lora.adapter.as_deref()),
         ];
         ranks.fingerprint = fingerprint(&ranks, &self.shared, &self.data, &folders)?;
@@ -380,9 +380,8 @@ impl TrainingRun<'_> {
         let training = &self.spec.training;
         let is_restart = ranks.env.num_restarts() > 0;
         // The first rank's.
-        let names = mesh.world.all_gather_bytes(name.as_bytes())?;
-        let name = names.first().map_or(&[][..], Vec::as_slice);
-        let mut name = String::from_utf8_lossy(name).into_owned();
+        let names: Vec<String> = gather(&mesh.world, name)?;
+        let mut name = names.into_iter().next().unwrap_or_default();
         let checkpoints = self.resumed(record, is_restart, true, &mesh.world);
         let checkpoints = checkpoints.and_then(|resumed| {
             let checkpoint = resumed.as_ref().map(|it| &it.checkpoint);
@@ -411,7 +410,7 @@ impl TrainingRun<'_> {
         if let Some(server) = &server {
             server.bound_messages(part.params())?;
         }
-        let last_title = match &self.initial_weights {
+        let last_title = match &self.model.weights {
             InitialWeights::Random => "sample",
             InitialWeights::Checkpoint(_) => {
                 if resumed.is_none() {
@@ -446,7 +445,7 @@ impl TrainingRun<'_> {
         }
         if let Some((saver, every)) = saver {
             // The first rank writes them.
-            let sidecars = is_first.then(|| self.sidecars.clone());
+            let sidecars = is_first.then(|| self.model.sidecars.clone());
             let mut saver = saver.with_sidecars(sidecars.unwrap_or_default());
             if evaluation.is_some() {
                 saver = saver.keeping_best();
@@ -579,13 +578,12 @@ impl TrainingRun<'_> {
     pub(crate) fn part(&self, mesh: &Mesh, is_first: bool) -> Result<ModelPart> {
         let training = &self.spec.training;
         let store = self
-            .initial_weights
-            .store(&self.spec, self.base_model.as_deref())?;
+            .model
+            .weights
+            .store(&self.spec, self.model.name.as_deref())?;
         let num_read_bytes = store.checkpoint().map(|source| source.num_read_bytes());
-        let loading = num_read_bytes.filter(|_| is_first).map(|num_bytes| {
-            let done = move || num_bytes.load(Ordering::Relaxed);
-            Activity::of_bytes("loading weights", None, done)
-        });
+        let num_read_bytes = num_read_bytes.filter(|_| is_first);
+        let loading = num_read_bytes.map(|num| Activity::of_bytes("loading weights", None, num));
         let store = store
             .with_data_parallel(training.data_parallel())
             .with_offload(self.spec.offload())

@@ -12,12 +12,10 @@
 mod consistency;
 mod message;
 mod server;
-mod step_done;
 mod worker;
 
 pub use consistency::{Consistency, Staleness};
 pub use server::ParameterServer;
 pub use worker::Worker;
 
-pub(crate) use server::ServedStep;
-pub(crate) use step_done::StepDone;
+pub(crate) use server::{ServedStep, StepDone};

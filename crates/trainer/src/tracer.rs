@@ -3,20 +3,21 @@
 mod clock;
 mod events;
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use candle_comm::trace::{self, SpanKind};
 use candle_comm::{Mesh, P2p, ProcessGroup, message_of};
-use candle_core::{DType, Error, Result, Tensor, bail};
+use candle_core::{Error, Result, Tensor, WithDType, bail};
 use candle_data::counted;
 use candle_parallel::checkpoint::{WholeFile, check_folder_of};
+use candle_parallel::gather;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::logs::metrics_file::first_line;
 use clock::Clock;
 
 /// Spans of all ranks together, at most: the file has at most about 300 MB.
@@ -72,10 +73,7 @@ impl Tracer {
         if !path.is_file() && !path.is_dir() {
             return Ok(None);
         }
-        let mut line = Vec::new();
-        let read = File::open(path)
-            .and_then(|file| BufReader::new(file.take(1 << 16)).read_until(b'\n', &mut line));
-        read.map_err(|err| cannot_write(path, &err))?;
+        let line = first_line(path).map_err(|err| cannot_write(path, &err))?;
         if line.is_empty() {
             return Ok(None);
         }
@@ -148,12 +146,9 @@ impl Tracer {
             num_dropped: recording.num_dropped,
             clock_error: clock.error,
         };
-        let part = serde_json::to_vec(&part).map_err(Error::wrap)?;
-        let parts = world.all_gather_bytes(&part)?.into_iter();
-        let parts = parts.map(|part| serde_json::from_slice(&part).map_err(Error::wrap));
-        let parts = parts.collect::<Result<Vec<Part>>>()?;
+        let parts: Vec<Part> = gather(world, &part)?;
         if world.rank() > 0 {
-            send(world, events)?;
+            send(world, 0, events.into_bytes())?;
             return Ok(None);
         }
         let written = self.write(&events, &parts)?;
@@ -235,19 +230,17 @@ impl Drop for Tracer {
     }
 }
 
-fn send(world: &ProcessGroup, events: String) -> Result<()> {
-    let num_bytes = events.len();
-    let xs = &Tensor::from_vec(events.into_bytes(), num_bytes, world.device())?;
-    world.batch_send_recv(&[P2p::Send { xs, dst: 0 }]).map(drop)
+fn send<T: WithDType>(world: &ProcessGroup, dst: usize, values: Vec<T>) -> Result<()> {
+    let len = values.len();
+    let xs = &Tensor::from_vec(values, len, world.device())?;
+    world.batch_send_recv(&[P2p::Send { xs, dst }]).map(drop)
 }
 
-fn receive(world: &ProcessGroup, src: usize, num_bytes: usize) -> Result<Vec<u8>> {
-    let (shape, dtype) = (num_bytes.into(), DType::U8);
+/// The values that a rank sends, on the host.
+fn receive<T: WithDType>(world: &ProcessGroup, src: usize, len: usize) -> Result<Vec<T>> {
+    let (shape, dtype) = (len.into(), T::DTYPE);
     let received = world.batch_send_recv(&[P2p::Recv { shape, dtype, src }])?;
-    let events = received.first().map(Tensor::to_vec1::<u8>).transpose()?;
+    let values = received.first().map(Tensor::to_vec1).transpose()?;
     world.check()?;
-    match events {
-        Some(events) => Ok(events),
-        None => bail!("expected {num_bytes} bytes of events of rank {src}, got nothing"),
-    }
+    Ok(values.unwrap_or_default())
 }

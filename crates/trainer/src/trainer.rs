@@ -11,7 +11,7 @@ use candle_ops::Stopwatch;
 use candle_parallel::checkpoint::{HfSave, SaveOutcome, TrainingCheckpoint};
 use candle_parallel::{
     AdamW, DistributedOptimizer, Gradients, Instruction, Instructions, MemoryReport, ModelPart,
-    Parameters, Pass, Pipeline, PipelineLayout, Schedule,
+    Parameters, Pass, Pipeline, PipelineLayout, Schedule, gather,
 };
 
 use crate::checkpoints::{Checkpoints, RunState};
@@ -649,13 +649,11 @@ impl Trainer {
     ///
     /// # Errors
     /// Failures of ranks.
-    pub fn memory_of_largest_rank(&self, mut largest: MemoryReport) -> Result<MemoryReport> {
-        let own = serde_json::to_vec(&largest).map_err(Error::wrap)?;
-        for of_rank in self.world.all_gather_bytes(&own)? {
-            let of_rank = serde_json::from_slice(&of_rank).map_err(Error::wrap)?;
-            largest = largest.max(&of_rank);
-        }
-        Ok(largest)
+    pub fn memory_of_largest_rank(&self, own: MemoryReport) -> Result<MemoryReport> {
+        let all: Vec<MemoryReport> = gather(&self.world, &own)?;
+        Ok(all
+            .iter()
+            .fold(own, |largest, of_rank| largest.max(of_rank)))
     }
 
     /// This rank's part of the model.

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use candle_core::Result;
 use candle_launch::{RankEnv, without_long_words};
 use candle_train_run::{
-    Idle, Layer, check_printed, find, in_words, keep_printed, leave_out, numbers_may_be_negative,
-    print_error, print_for_all, print_message, read_table, words_of_layers,
+    Idle, Layer, check_printed, find, in_words, keep_printed, numbers_may_be_negative,
+    parse_layers, print_error, print_for_all, print_message, read_table,
 };
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -85,21 +85,16 @@ fn parse_spelled<T: FromArgMatches>(
         defaults
     };
     layers.push(Layer::of(command, &defaults, &sections)?.as_defaults());
-    loop {
+    let parse = |more| {
         let mut all = words.clone();
-        all.splice(place..place, words_of_layers(&layers, typed));
+        all.splice::<_, Vec<OsString>>(place..place, more);
         let matches = whole.clone().try_get_matches_from(&all);
         let exit = |err| exit_with_usage(&with_tip(err, whole, &all), is_training(whole));
         let matches = matches.unwrap_or_else(exit);
         let args = T::from_arg_matches(&matches);
-        let args = args.unwrap_or_else(|err| exit_with_usage(&err, is_training(whole)));
-        let idle = idle(&args);
-        let mut some = idle.iter();
-        if !some.any(|idle| leave_out(&mut layers, idle, typed)) {
-            Idle::refuse(&idle)?;
-            return Ok((args, file));
-        }
-    }
+        Ok(args.unwrap_or_else(|err| exit_with_usage(&err, is_training(whole))))
+    };
+    Ok((parse_layers(&mut layers, typed, parse, idle)?, file))
 }
 
 /// The error of a file, with its path, and what a flag of another program is here.
@@ -127,14 +122,10 @@ fn value_of(flag: &str, words: &[OsString]) -> Option<OsString> {
     let mut words = words.iter();
     while let Some(word) = words.next() {
         let text = word.to_string_lossy();
-        if text == flag {
-            return words.next().cloned();
-        }
-        if let Some(value) = text
-            .strip_prefix(flag)
-            .and_then(|rest| rest.strip_prefix('='))
-        {
-            return Some(value.into());
+        match text.split_once('=') {
+            Some((name, value)) if name == flag => return Some(value.into()),
+            None if text == flag => return words.next().cloned(),
+            _ => {}
         }
     }
     None

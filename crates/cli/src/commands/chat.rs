@@ -7,6 +7,7 @@ use std::ops::ControlFlow;
 
 use candle_comm::ProcessGroup;
 use candle_core::{Error, Result, bail};
+use candle_parallel::gather;
 use candle_train_run::{in_words, print_note};
 use candle_trainer::{Chat, ChatTemplate};
 use serde_json::{Value, json};
@@ -117,9 +118,9 @@ impl<'a> Conversation<'a> {
         keyboard.map(Keyboard::is_interrupted);
         let answer = writer.write(&prompt, false, || {
             let is_over = keyboard.is_some_and(Keyboard::is_interrupted);
-            let all = world.all_gather_bytes(&[u8::from(is_over)])?;
-            Ok(match all.first().map(Vec::as_slice) {
-                Some([1]) => ControlFlow::Break(()),
+            let all: Vec<bool> = gather(&world, &is_over)?;
+            Ok(match all.first() {
+                Some(true) => ControlFlow::Break(()),
                 _ => ControlFlow::Continue(()),
             })
         })?;
@@ -139,9 +140,7 @@ fn read_line(world: &ProcessGroup, keyboard: Option<&mut Keyboard>) -> Result<Op
         None => None,
     };
     // A line that says something is not empty.
-    let line = line.unwrap_or_default();
-    let lines = world.all_gather_bytes(line.as_bytes())?;
-    let line = lines.into_iter().next().unwrap_or_default();
-    let line = String::from_utf8_lossy(&line).into_owned();
-    Ok(Some(line).filter(|line| !line.is_empty()))
+    let lines: Vec<String> = gather(world, &line.unwrap_or_default())?;
+    let line = lines.into_iter().next();
+    Ok(line.filter(|line| !line.is_empty()))
 }

@@ -1,7 +1,6 @@
 //! `candle-train export`
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
 
 use candle_comm::ProcessGroup;
 use candle_core::{DType, Device, Error, Result, bail};
@@ -181,8 +180,7 @@ impl Export {
         };
         save.check_output()?;
         let written = save.num_written_bytes.clone();
-        let done = move || written.load(Ordering::Relaxed);
-        let writing = Activity::of_bytes("writing the model", None, done);
+        let writing = Activity::of_bytes("writing the model", None, written);
         checkpoint.export_hf(&save, source.as_ref())?;
         drop(writing);
         let step = checkpoint.step();

@@ -10,8 +10,8 @@ use candle_core::{DType, Result, bail};
 use candle_parallel::{Adapter, ParamStore, Pipeline, Schedule, WeightFormat};
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_train_run::{
-    GENERATION_FILE, GenerationFile, Idle, NamedModel, RankArgs, check_base, float_type,
-    other_forms, print_note, real, whole,
+    GenerationFile, Idle, NamedModel, RankArgs, check_base, float_type, other_forms, print_note,
+    real, whole,
 };
 use candle_trainer::hub::resolve_model;
 use candle_trainer::{
@@ -94,22 +94,20 @@ impl Generate {
     /// Flags that would do nothing.
     pub fn idle(&self) -> Vec<Idle> {
         let is_narrow = self.dtype != DType::F32;
-        let mut idle = Vec::new();
-        if self.temperature == Some(0.0) && self.top_p.is_some() {
-            idle.push(Idle {
-                flag: "top-p",
-                by: &["temperature"],
-                why: "beside --temperature 0, which always takes the most likely token",
-            });
-        }
-        if is_narrow && self.ranks.matmul_precision.is_some() {
-            idle.push(Idle {
-                flag: "matmul-precision",
-                by: &["dtype"],
-                why: "beside --dtype bf16 or f16, and is about products of f32",
-            });
-        }
-        idle
+        Idle::of([
+            (
+                self.temperature == Some(0.0) && self.top_p.is_some(),
+                "top-p",
+                &["temperature"],
+                "beside --temperature 0, which always takes the most likely token",
+            ),
+            (
+                is_narrow && self.ranks.matmul_precision.is_some(),
+                "matmul-precision",
+                &["dtype"],
+                "beside --dtype bf16 or f16, and is about products of f32",
+            ),
+        ])
     }
 
     /// Writes to stdout.
@@ -181,18 +179,12 @@ impl Generate {
         let dir = resolve_model(&named.model)?;
         let config = ModelConfig::from_file(dir.join("config.json"))?;
         let tokenizer = Tokenizer::from_dir(&dir)?;
-        // An adapter has a file of its own where it was trained with another template than the model's.
-        let of_adapter = named.adapter.as_deref();
-        let of_adapter = of_adapter.filter(|dir| dir.join(GENERATION_FILE).is_file());
-        let generation = GenerationFile::read(of_adapter.unwrap_or(&dir))?;
+        let generation = GenerationFile::read(&dir, named.adapter.as_deref())?;
         let template = match self.chat {
             false => None,
             true => Some(self.template(named, &dir, &tokenizer)?),
         };
-        let mut eos_ids = match generation.eos_ids.as_slice() {
-            [] => config.eos_token_ids.clone(),
-            ids => ids.to_vec(),
-        };
+        let mut eos_ids = generation.eos_ids(&config).to_vec();
         // Of a base model the file may not know how a turn of a conversation ends.
         let eos_id = tokenizer.eos_id();
         let end_of_turn = template

@@ -59,18 +59,33 @@ fn adapter(dir: &Path, wanted: Wanted) -> Result<()> {
     let weights = Checkpoint::open_file(dir, ADAPTER_WEIGHTS_FILE)?;
     print_tensors(&weights, wanted);
     if wanted.verify {
-        for (name, tensor) in weights.tensors() {
-            let values = weights.read(name, &tensor.shape, None)?;
-            if !values.iter().all(|value| value.is_finite()) {
-                bail!(
-                    "tensor {name} in {} has values that are NaN or infinite",
-                    dir.display()
-                );
-            }
-        }
-        let tensors = counted(weights.tensors().len(), "tensor");
-        print_line(&format!("verified: {tensors}, all values are finite"));
+        let tensors = weights.tensors().iter();
+        let read = tensors.map(|(name, tensor)| (name, weights.read(name, &tensor.shape, None)));
+        verify_values(dir, read)?;
     }
+    Ok(())
+}
+
+/// Says that all values of these tensors are finite, which are in `path`.
+///
+/// # Errors
+/// One of them is not; tensors that cannot be read.
+fn verify_values<'a>(
+    path: &Path,
+    tensors: impl ExactSizeIterator<Item = (&'a String, Result<Vec<f32>>)>,
+) -> Result<()> {
+    let tensors_in_words = counted(tensors.len(), "tensor");
+    for (name, values) in tensors {
+        if !values?.iter().all(|value| value.is_finite()) {
+            bail!(
+                "tensor {name} in {} has values that are NaN or infinite",
+                path.display()
+            );
+        }
+    }
+    print_line(&format!(
+        "verified: {tensors_in_words}, all values are finite"
+    ));
     Ok(())
 }
 

@@ -1,7 +1,6 @@
 //! `candle-train merge`
 
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
 
 use candle_core::{DType, Result};
 use candle_parallel::Adapter;
@@ -54,8 +53,7 @@ impl Merge {
         };
         let adapter = Adapter::open(&self.adapter)?;
         let written = save.num_written_bytes.clone();
-        let done = move || written.load(Ordering::Relaxed);
-        let writing = Activity::of_bytes("folding the adapter in", None, done);
+        let writing = Activity::of_bytes("folding the adapter in", None, written);
         let num_layers = merge_adapter(&Checkpoint::open(&model)?, &adapter, &save)?;
         drop(writing);
         print_line(&format!(

@@ -2,7 +2,6 @@
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use candle_core::{Error, Result};
 use candle_parallel::{PipelineLayout, Plan, Simulation, StageTimes, Times};
@@ -27,10 +26,11 @@ pub(crate) struct ScheduleCommand {
     #[arg(
         long,
         default_value = "1,1,1",
+        value_parser = times_of,
         value_name = "F,B,W",
         allow_hyphen_values = true
     )]
-    times: PassTimes,
+    times: StageTimes,
     /// Print the schedule as torch writes it: a row for each rank, with cells such as 0F2, 0I2, 0W2 and 0B2
     #[arg(long)]
     csv: bool,
@@ -43,35 +43,23 @@ pub(crate) struct ScheduleCommand {
 }
 
 /// The value of `--times`.
-#[derive(Clone, Copy, Debug)]
-struct PassTimes(StageTimes);
-
-impl FromStr for PassTimes {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let numbers = text.split(',').map(|number| number.trim().parse::<f64>());
-        let numbers: Vec<f64> = numbers.filter_map(std::result::Result::ok).collect();
-        let are_times = numbers
-            .iter()
-            .all(|time| *time == 0.0 || (1e-3..=1e9).contains(time));
-        match numbers[..] {
-            [forward, input_grad, weight_grad]
-                if are_times
-                    && text.split(',').count() == 3
-                    && numbers.iter().sum::<f64>() > 0.0 =>
-            {
-                Ok(Self(StageTimes {
-                    forward,
-                    input_grad,
-                    weight_grad,
-                }))
-            }
-            _ => Err(
-                "expected three times, each 0 or from 0.001 to 1e9, not all 0, such as 1,1.2,0.8"
-                    .to_string(),
-            ),
+fn times_of(text: &str) -> std::result::Result<StageTimes, String> {
+    let is_time = |time: &f64| *time == 0.0 || (1e-3..=1e9).contains(time);
+    let numbers = text.split(',').map(|number| number.trim().parse());
+    let times = numbers.map(|number| number.ok().filter(is_time));
+    let times: Option<Vec<f64>> = times.collect();
+    match times.unwrap_or_default()[..] {
+        [forward, input_grad, weight_grad] if forward + input_grad + weight_grad > 0.0 => {
+            Ok(StageTimes {
+                forward,
+                input_grad,
+                weight_grad,
+            })
         }
+        _ => Err(
+            "expected three times, each 0 or from 0.001 to 1e9, not all 0, such as 1,1.2,0.8"
+                .to_string(),
+        ),
     }
 }
 
@@ -82,7 +70,7 @@ impl ScheduleCommand {
     /// Numbers that the schedule is not made for, a file that cannot be read or is no schedule, a picture that cannot be drawn.
     pub fn run(&self) -> Result<()> {
         let (plan, name) = self.plan()?;
-        let times = Times::even(self.times.0, plan.layout());
+        let times = Times::even(self.times, plan.layout());
         let simulation = plan.simulate(&times)?;
         if let Some(output) = &self.output {
             draw_schedule(&plan, &simulation, &name, output)?;
@@ -116,7 +104,7 @@ impl ScheduleCommand {
             forward,
             input_grad,
             weight_grad,
-        } = self.times.0;
+        } = self.times;
         let layout = plan.layout();
         let num_ranks = layout.num_ranks();
         let mut text = format!(

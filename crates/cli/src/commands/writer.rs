@@ -42,11 +42,6 @@ pub(crate) struct Writer<'a> {
 }
 
 impl Model {
-    /// Whether texts are made in another way than by the most likely token.
-    pub(crate) fn is_special(&self) -> bool {
-        self.sampling.temperature > 0.0 || self.has_own_settings
-    }
-
     /// How texts are made, for people.
     pub(crate) fn in_words(&self) -> String {
         let SamplingConfig {
@@ -128,7 +123,8 @@ impl Writer<'_> {
         if prompt.is_empty() {
             bail!("the prompt has no tokens; expected some text");
         }
-        if is_first && !std::mem::replace(&mut self.has_told, true) && model.is_special() {
+        let is_special = model.sampling.temperature > 0.0 || model.has_own_settings;
+        if is_first && !std::mem::replace(&mut self.has_told, true) && is_special {
             print_note(&model.in_words());
         }
         let limits = model.limits_after(prompt.len())?;

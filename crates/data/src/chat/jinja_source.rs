@@ -605,7 +605,6 @@ fn replacement(range: Range<usize>, text: String) -> Edit {
 /// A text in quotes without the escapes that the engine reads otherwise than Python, if it has such.
 fn unescaped(quoted: &str) -> Option<String> {
     let (mut text, mut rest) = (String::new(), quoted);
-    let mut is_changed = false;
     while let Some(place) = rest.find('\\') {
         text += &rest[..place];
         rest = &rest[place..];
@@ -620,16 +619,13 @@ fn unescaped(quoted: &str) -> Option<String> {
             ('/', _) => ("\\\\/".to_string(), 2),
             ('\n', _) => (String::new(), 2),
             _ => {
-                let len = 1 + escape.len_utf8();
-                let len = len.min(rest.len());
-                text += &rest[..len];
-                rest = &rest[len..];
-                continue;
+                let len = rest.len().min(1 + escape.len_utf8());
+                (rest[..len].to_string(), len)
             }
         };
-        is_changed = true;
         text += &replaced;
         rest = &rest[len..];
     }
-    is_changed.then(|| text + rest)
+    text += rest;
+    (text != quoted).then_some(text)
 }

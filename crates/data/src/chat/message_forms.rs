@@ -12,7 +12,7 @@ use super::chat_template::ChatTemplate;
 use super::conversation::Chat;
 use super::message::{Fields, content_of, texts_of};
 use super::roles::{MORE_ROLES, ROLES, common_role};
-use super::stand_ins::{BEGIN, END, stand_in};
+use super::stand_ins::{BEGIN, END, labels, stand_in};
 use super::tool_arguments::parsed_object;
 use crate::record_error::RecordError;
 
@@ -20,6 +20,9 @@ use crate::record_error::RecordError;
 static TESTS_FOR_NONE: LazyLock<Option<Regex>> = LazyLock::new(|| {
     Regex::new(r#"content['"]?\s*[\])]?\s*(is\s+(not\s+)?[nN]one|[!=]=\s*[nN]one)\b"#).ok()
 });
+
+/// What is before a text in a list as Python or JSON prints one.
+const IN_LIST: [&str; 3] = ["'text': '", "\"text\": \"", "\"text\":\""];
 
 /// A conversation with its content as the template reads it.
 pub(crate) struct ReadContents<'a> {
@@ -138,7 +141,7 @@ impl ChatTemplate {
         });
         let messages: Vec<Value> = messages.collect();
         let shown = self.text(chat, &messages, false).unwrap_or_default();
-        let found = labels_outside_lists(&shown);
+        let found = labels(&shown, &IN_LIST);
         let is_shown =
             |index: usize, part: usize| found.contains(format!("{index}.{part}").as_str());
         let is_walked = |(index, texts): (usize, &Vec<String>)| {
@@ -174,16 +177,4 @@ impl ChatTemplate {
         }
         Cow::Owned(parsed)
     }
-}
-
-/// The labels of the stand-ins in a text that are in no list as Python or JSON prints one.
-fn labels_outside_lists(text: &str) -> BTreeSet<&str> {
-    const IN_LIST: [&str; 3] = ["'text': '", "\"text\": \"", "\"text\":\""];
-    let stand_ins = text.match_indices(BEGIN);
-    let labels = stand_ins.filter_map(|(place, begin)| {
-        let is_in_list = IN_LIST.iter().any(|list| text[..place].ends_with(list));
-        let (label, _) = text[place + begin.len()..].split_once(END)?;
-        (!is_in_list).then_some(label)
-    });
-    labels.collect()
 }

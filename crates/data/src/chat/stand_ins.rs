@@ -11,10 +11,13 @@ pub(super) fn stand_in(label: impl std::fmt::Display) -> String {
     format!("{BEGIN}{label}{END}")
 }
 
-/// The labels of all stand-ins in a text.
-pub(super) fn labels(text: &str) -> BTreeSet<&str> {
-    let after = text.split(BEGIN).skip(1);
-    after
-        .filter_map(|after| Some(after.split_once(END)?.0))
-        .collect()
+/// The labels of the stand-ins in a text, but for those that come right after one of `except`.
+pub(super) fn labels<'a>(text: &'a str, except: &[&str]) -> BTreeSet<&'a str> {
+    let stand_ins = text.match_indices(BEGIN);
+    let labels = stand_ins.filter_map(|(place, begin)| {
+        let is_left_out = except.iter().any(|before| text[..place].ends_with(before));
+        let (label, _) = text[place + begin.len()..].split_once(END)?;
+        (!is_left_out).then_some(label)
+    });
+    labels.collect()
 }

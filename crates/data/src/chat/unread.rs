@@ -72,7 +72,7 @@ impl ChatTemplate {
         // Most templates show the names of all of them at once.
         let shown = self.text(chat, &with_stand_ins_for_calls(chat), false);
         let shown = shown.unwrap_or_default();
-        let shown = labels(&shown);
+        let shown = labels(&shown, &[]);
         let is_shown =
             |(name, index): &(&str, usize)| shown.contains(label_of_call(name, *index).as_str());
         let mut others = calls.filter(|call| !is_shown(call));
@@ -98,7 +98,7 @@ impl ChatTemplate {
         // Most templates show all of them at once.
         let shown = self.text(chat, &with_stand_ins(chat, &said), false);
         let shown = shown.unwrap_or_default();
-        let shown = labels(&shown);
+        let shown = labels(&shown, &[]);
         let others = said
             .into_iter()
             .filter(|index| !shown.contains(index.to_string().as_str()));

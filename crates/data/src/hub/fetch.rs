@@ -236,7 +236,7 @@ impl<'a> Fetch<'a> {
         );
         let name = format!("fetching {file}");
         let done = move || file_len(&partial);
-        Some(Activity::of_bytes(&name, Some(size), done))
+        Some(Activity::of_bytes_by(&name, Some(size), done))
     }
 
     /// The error of a request for `file`.

@@ -44,7 +44,7 @@ pub struct Samples {
 }
 
 /// A sequence, as the model gets it and as a person may read it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sample {
     /// Token ids, at most `seq_len`.
     pub input_ids: Vec<u32>,
@@ -233,13 +233,7 @@ impl Samples {
         if index >= self.len() {
             bail!("there is no sample {index} of {}", self.len());
         }
-        let mut sample = Sample {
-            input_ids: Vec::new(),
-            targets: Vec::new(),
-            has_loss: Vec::new(),
-            document_starts: Vec::new(),
-            piece_lens: Vec::new(),
-        };
+        let mut sample = Sample::default();
         for piece in self.pieces_of(index) {
             self.append(&mut sample, piece)?;
         }

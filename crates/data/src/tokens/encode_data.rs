@@ -95,7 +95,7 @@ fn encode_into<W: Write + Seek>(writer: W, data: &Data, encoder: &RecordEncoder<
     let (counter, of_long_texts) = (done.clone(), encoder.num_encoded_bytes());
     let num_encoded = move || of_long_texts.load(Ordering::Relaxed);
     let before = num_encoded();
-    let activity = Activity::of_bytes("tokenizing", data.num_text_bytes()?, {
+    let activity = Activity::of_bytes_by("tokenizing", data.num_text_bytes()?, {
         let num_encoded = num_encoded.clone();
         move || counter.load(Ordering::Relaxed) + num_encoded() - before
     });

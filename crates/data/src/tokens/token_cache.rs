@@ -69,11 +69,9 @@ impl TokenCache {
     pub(crate) fn key(data: &Data, encoder: &RecordEncoder<'_>) -> Result<String> {
         let mut hash = XxHash3_128::new();
         let mut block = vec![0; 1 << 20];
-        let num_read = Arc::new(AtomicU64::new(0));
-        let counter = num_read.clone();
-        let _reading = Activity::of_bytes("reading the data", Some(data.num_bytes()?), move || {
-            counter.load(Ordering::Relaxed)
-        });
+        let num_read: Arc<AtomicU64> = Arc::default();
+        let total = Some(data.num_bytes()?);
+        let _reading = Activity::of_bytes("reading the data", total, num_read.clone());
         for file in &data.files {
             let opened = open_file(&file.path).and_then(|file| Ok((file.metadata()?.len(), file)));
             let mut opened = match opened {
@@ -134,17 +132,14 @@ impl TokenCache {
         Ok(if is_shared { 0o644 } else { 0o600 })
     }
 
-    fn entries(&self) -> impl Iterator<Item = DirEntry> + use<> {
-        fs::read_dir(&self.dir).into_iter().flatten().flatten()
-    }
-
     /// Removes what has not been used for long, and what killed processes have left. What cannot be removed stays.
     fn remove_unused(&self) {
         let is_unused = |entry: &DirEntry| {
             let modified = entry.metadata().and_then(|metadata| metadata.modified());
             modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > UNUSED))
         };
-        for entry in self.entries().filter(is_unused) {
+        let entries = fs::read_dir(&self.dir).into_iter().flatten().flatten();
+        for entry in entries.filter(is_unused) {
             let _ = fs::remove_file(entry.path());
         }
     }

@@ -251,15 +251,24 @@ impl LayoutArgs {
         vb: &ParamBuilder,
         seq_len: usize,
     ) -> Result<ModelPart> {
-        let layout = self.pipeline.layout(mesh.degrees.pp, config, seq_len)?;
-        let parts = PartConfig {
-            layout: Some(layout),
-            context: self.context.config(),
-            sequence_parallel: self.context.sequence_parallel,
-        };
+        let parts = self.part_config(config, mesh.degrees.pp, seq_len)?;
         let part = CausalLm::part_with(config, mesh, vb, parts)
             .map_err(|err| explain_out_of_memory(err, mesh.world.device()))?;
         Ok(part.with_recompute(|_| self.recompute.into()))
+    }
+
+    /// How the model is divided over `pp` ranks of a pipeline.
+    pub(crate) fn part_config(
+        &self,
+        config: &ModelConfig,
+        pp: usize,
+        seq_len: usize,
+    ) -> Result<PartConfig> {
+        Ok(PartConfig {
+            layout: Some(self.pipeline.layout(pp, config, seq_len)?),
+            context: self.context.config(),
+            sequence_parallel: self.context.sequence_parallel,
+        })
     }
 
     /// How many replicas so many ranks make.

@@ -55,27 +55,27 @@ impl StrategyArgs {
         let is_reduced = layout.grad_reduce_dtype != no_layout.grad_reduce_dtype;
         let is_tiled = layout.tile_linears != no_layout.tile_linears;
         if !has_servers {
-            let flags = [
-                ("servers", self.servers.is_some()),
-                ("async", self.is_async),
-                ("max-staleness", is_stale),
-            ];
-            return Idle::each(BY, NO_SERVERS, flags);
+            return Idle::of([
+                (self.servers.is_some(), "servers", BY, NO_SERVERS),
+                (self.is_async, "async", BY, NO_SERVERS),
+                (is_stale, "max-staleness", BY, NO_SERVERS),
+            ]);
         }
-        let stale = [("max-staleness", !self.is_async && is_stale)];
-        let mut idle = Idle::each(&["async"], STALE, stale);
-        let of_replicas = [
-            ("zero", layout.zero != no_layout.zero),
-            ("zero-group", layout.zero_group.is_some()),
-            ("zero-secondary", layout.zero_secondary.is_some()),
-            ("grad-reduce-dtype", is_reduced),
-            ("quantize-gradients", layout.quantize_gradients.is_some()),
-            ("quantize-weights", layout.quantize_weights.is_some()),
-            ("tile-linears", is_tiled),
-            ("no-overlap", layout.no_overlap),
-        ];
-        idle.extend(Idle::each(BY, SERVERS, of_replicas));
-        idle
+        let is_ahead = !self.is_async && is_stale;
+        let has_copy = layout.zero_secondary.is_some();
+        let has_small_gradients = layout.quantize_gradients.is_some();
+        let has_small_weights = layout.quantize_weights.is_some();
+        Idle::of([
+            (is_ahead, "max-staleness", &["async"], STALE),
+            (layout.zero != no_layout.zero, "zero", BY, SERVERS),
+            (layout.zero_group.is_some(), "zero-group", BY, SERVERS),
+            (has_copy, "zero-secondary", BY, SERVERS),
+            (is_reduced, "grad-reduce-dtype", BY, SERVERS),
+            (has_small_gradients, "quantize-gradients", BY, SERVERS),
+            (has_small_weights, "quantize-weights", BY, SERVERS),
+            (is_tiled, "tile-linears", BY, SERVERS),
+            (layout.no_overlap, "no-overlap", BY, SERVERS),
+        ])
     }
 
     /// The number of servers; none without a parameter server.

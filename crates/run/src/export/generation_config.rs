@@ -4,6 +4,7 @@ use std::path::Path;
 
 use candle_core::{Result, bail};
 use candle_parallel::checkpoint::read_file;
+use candle_train_models::ModelConfig;
 use serde_json::Value;
 
 /// The file.
@@ -30,12 +31,15 @@ pub struct GenerationFile {
 }
 
 impl GenerationFile {
-    /// That of the model in `dir`; one that says nothing if there is none.
+    /// That of the model in `dir`, or of its adapter, which has one if it was trained with another template than the
+    /// model's; one that says nothing if there is none.
     ///
     /// # Errors
     /// A file that cannot be read, or is no JSON.
-    pub fn read(dir: &Path) -> Result<Self> {
-        let path = dir.join(GENERATION_FILE);
+    pub fn read(dir: &Path, adapter: Option<&Path>) -> Result<Self> {
+        let of_adapter = adapter.map(|dir| dir.join(GENERATION_FILE));
+        let of_adapter = of_adapter.filter(|path| path.is_file());
+        let path = of_adapter.unwrap_or_else(|| dir.join(GENERATION_FILE));
         let text = match read_file(&path) {
             Ok(text) => text,
             Err(err) if err.kind() == std::io::ErrorKind::NotFound => return Ok(Self::default()),
@@ -67,6 +71,14 @@ impl GenerationFile {
         match self.do_sample {
             true => self.temperature.unwrap_or(1.0),
             false => 0.0,
+        }
+    }
+
+    /// Tokens that end a text of a model with this configuration.
+    pub fn eos_ids<'a>(&'a self, config: &'a ModelConfig) -> &'a [u32] {
+        match self.eos_ids.as_slice() {
+            [] => &config.eos_token_ids,
+            ids => ids,
         }
     }
 

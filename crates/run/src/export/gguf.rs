@@ -4,7 +4,7 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 use candle_comm::{message_of, start_threads};
 use candle_core::{DType, Error, Result, bail};
@@ -20,7 +20,7 @@ use candle_train_models::{CausalLm, GgufType, ModelConfig, gguf_layer};
 use candle_trainer::{Activity, ChatTemplate, Tokenizer, WholeFile, gguf_vocab};
 use tempfile::TempDir;
 
-use crate::export::generation_config::{GENERATION_FILE, GenerationFile};
+use crate::export::generation_config::GenerationFile;
 
 /// A GGUF file to be written.
 pub struct GgufExport {
@@ -82,21 +82,12 @@ impl Parts {
             Some(template) => Some(template),
             None => ChatTemplate::from_dir(dir, tokenizer.named_special_tokens().clone())?,
         };
-        let of_adapter = adapter.filter(|dir| dir.join(GENERATION_FILE).is_file());
         Ok(Self {
-            generation: GenerationFile::read(of_adapter.unwrap_or(dir))?,
+            generation: GenerationFile::read(dir, adapter)?,
             config,
             tokenizer,
             template,
         })
-    }
-
-    /// Ids of tokens that end a text.
-    fn eos_ids(&self) -> &[u32] {
-        match self.generation.eos_ids.as_slice() {
-            [] => &self.config.eos_token_ids,
-            ids => ids,
-        }
     }
 }
 
@@ -277,16 +268,14 @@ impl GgufExport {
             .sum();
         let mut metadata = config.gguf_metadata(&self.name(), dtype, num_values as u64);
         let template = parts.template.as_ref();
-        let vocab = gguf_vocab(tokenizer, config.vocab_size, template, parts.eos_ids())?;
+        let eos_ids = parts.generation.eos_ids(config);
+        let vocab = gguf_vocab(tokenizer, config.vocab_size, template, eos_ids)?;
         lines.extend(vocab.differences);
-        let modelfile = self.text_of_modelfile(
-            parts,
-            &format!("FROM ./{}", self.file_name()),
-            &vocab.metadata,
-        );
+        let adds_bos = adds_bos(&vocab.metadata);
         metadata.extend(vocab.metadata);
         self.write_file(metadata, tensors, weights)?;
-        lines.extend(self.write_modelfile(modelfile)?);
+        let from = format!("FROM ./{}", self.file_name());
+        lines.extend(self.write_modelfile(parts, &from, adds_bos)?);
         Ok(lines)
     }
 
@@ -347,15 +336,10 @@ impl GgufExport {
         self.write_file(metadata, tensors, adapter.weights())?;
         let base = model.canonicalize().unwrap_or_else(|_| model.to_path_buf());
         let from = format!("FROM {}\nADAPTER ./{}", base.display(), self.file_name());
-        let (config, template) = (&parts.config, parts.template.as_ref());
-        let vocab = gguf_vocab(
-            &parts.tokenizer,
-            config.vocab_size,
-            template,
-            parts.eos_ids(),
-        )?;
-        let modelfile = self.text_of_modelfile(parts, &from, &vocab.metadata);
-        let missing = self.write_modelfile(modelfile)?;
+        let (tokenizer, template) = (&parts.tokenizer, parts.template.as_ref());
+        let eos_ids = parts.generation.eos_ids(config);
+        let vocab = gguf_vocab(tokenizer, config.vocab_size, template, eos_ids)?;
+        let missing = self.write_modelfile(parts, &from, adds_bos(&vocab.metadata))?;
         Ok(missing.into_iter().collect())
     }
 
@@ -393,8 +377,8 @@ impl GgufExport {
             |err: &dyn std::fmt::Display| Error::msg(format!("cannot write {shown}: {err}"));
         fs::create_dir_all(&need.folder).map_err(|err| cannot(&err))?;
         let mut out = WholeFile::create(&self.output).map_err(|err| cannot(&err))?;
-        let done = move || num_written_bytes.load(Ordering::Relaxed);
-        let writing = Activity::of_bytes("writing the GGUF file", Some(num_bytes), done);
+        let total = Some(num_bytes);
+        let writing = Activity::of_bytes("writing the GGUF file", total, num_written_bytes);
         start_threads()?;
         let written = file.write(weights, &mut out);
         written.map_err(|err| cannot(&message_of(&err)))?;
@@ -405,25 +389,12 @@ impl GgufExport {
         Ok(())
     }
 
-    /// That of a file that says so of its tokenizer, if it is asked for, and what is to be known of it.
-    fn text_of_modelfile(
-        &self,
-        parts: &Parts,
-        from: &str,
-        vocab: &GgufMetadata,
-    ) -> Option<(String, Option<String>)> {
-        let adds_bos = vocab.get("tokenizer.ggml.add_bos_token");
-        let adds_bos = matches!(adds_bos, Some(GgufValue::Bool(true)));
-        self.modelfile.then(|| parts.modelfile(from, adds_bos))
-    }
-
-    fn write_modelfile(
-        &self,
-        modelfile: Option<(String, Option<String>)>,
-    ) -> Result<Option<String>> {
-        let Some((text, missing)) = modelfile else {
+    /// Writes the Modelfile, if it is asked for: what is to be known of it.
+    fn write_modelfile(&self, parts: &Parts, from: &str, adds_bos: bool) -> Result<Option<String>> {
+        if !self.modelfile {
             return Ok(None);
-        };
+        }
+        let (text, missing) = parts.modelfile(from, adds_bos);
         let place = self.place_of_modelfile();
         let write = || -> std::io::Result<()> {
             let mut file = WholeFile::create(&place)?;
@@ -449,6 +420,12 @@ impl GgufExport {
             size_in_words(size)
         )
     }
+}
+
+/// Whether llama.cpp puts the first token before a text by itself, as the file says of its tokenizer.
+fn adds_bos(vocab: &GgufMetadata) -> bool {
+    let adds_bos = vocab.get("tokenizer.ggml.add_bos_token");
+    matches!(adds_bos, Some(GgufValue::Bool(true)))
 }
 
 /// An error if the model has a weight that the file would not.

@@ -25,18 +25,8 @@ impl Idle {
         }
     }
 
-    /// Those of these flags that are given, where all of them would do nothing for the same reason.
-    pub(crate) fn each<const N: usize>(
-        by: &'static [&'static str],
-        why: &'static str,
-        flags: [(&'static str, bool); N],
-    ) -> Vec<Self> {
-        let given = flags.into_iter().filter(|(_, is_given)| *is_given);
-        given.map(|(flag, _)| Self { flag, by, why }).collect()
-    }
-
-    /// Those of a table of flags, of what decides each, of whether it does nothing, and of why.
-    pub(crate) fn of<const N: usize>(
+    /// Those of a table that do nothing: whether each does, the flag, the flags that decide it, and why.
+    pub fn of<const N: usize>(
         rules: [(bool, &'static str, &'static [&'static str], &'static str); N],
     ) -> Vec<Self> {
         let idle = rules.into_iter().filter(|(is_idle, ..)| *is_idle);

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use crate::reading::TrainingData;
+use crate::record::files_with;
 use candle_comm::{Fingerprint, RunConfig};
 use candle_core::{Device, Error, Result};
 
@@ -33,14 +34,8 @@ pub(crate) fn fingerprint(
         .iter()
         .filter_map(|(flag, dir)| Some((flag, (*dir)?)));
     for (flag, dir) in given {
-        let mut files: Vec<_> = std::fs::read_dir(dir)?
-            .map(|entry| Ok(entry?.path()))
-            .collect::<Result<_>>()?;
-        files.retain(|path| path.is_file());
-        files.sort();
-        for path in files {
-            let extension = path.extension().and_then(|extension| extension.to_str());
-            if matches!(extension, Some("json" | "safetensors")) {
+        for path in files_with(dir, &["json", "safetensors"])? {
+            if path.is_file() {
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
                 let name = format!("{name} of {flag}");
                 fingerprint = fingerprint.file(name, &path).map_err(Error::wrap)?;

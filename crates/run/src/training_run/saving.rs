@@ -1,7 +1,6 @@
 //! What a run leaves at its end, and how far that is.
 
 use std::path::Path;
-use std::sync::atomic::Ordering;
 
 use candle_core::Result;
 use candle_parallel::checkpoint::HfSave;
@@ -60,9 +59,7 @@ pub(crate) fn leave(
 pub(crate) fn save_model(trainer: &Trainer, save: &HfSave, is_first: bool) -> Result<()> {
     let _saving = is_first.then(|| {
         let total = save.num_bytes(trainer.part().params()).ok();
-        let written = save.num_written_bytes.clone();
-        let done = move || written.load(Ordering::Relaxed);
-        Activity::of_bytes("saving the model", total, done)
+        Activity::of_bytes("saving the model", total, save.num_written_bytes.clone())
     });
     trainer.save_hf(save)
 }

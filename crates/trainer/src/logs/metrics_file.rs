@@ -246,8 +246,8 @@ fn cannot_write(path: &Path, err: &std::io::Error) -> Error {
     ))
 }
 
-/// As much of a file as may be a line of metrics, up to the end of its first line.
-fn first_line(path: &Path) -> std::io::Result<Vec<u8>> {
+/// The first line of a log, as much of it as may be one.
+pub(crate) fn first_line(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut line = Vec::new();
     BufReader::new(File::open(path)?.take(1 << 16)).read_until(b'\n', &mut line)?;
     Ok(line)

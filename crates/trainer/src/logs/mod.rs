@@ -1,6 +1,6 @@
 //! What a run tells of its steps: numbers, and the files and lines that have them.
 
-mod metrics_file;
+pub(crate) mod metrics_file;
 mod model_flops;
 mod progress;
 pub(crate) mod step_debug;

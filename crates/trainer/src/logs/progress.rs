@@ -57,12 +57,10 @@ enum Need {
 
 enum View {
     Bar(ProgressBar),
-    Lines(Lines),
-}
-
-struct Lines {
-    out: Box<dyn Write + Send>,
-    last_line: Option<Instant>,
+    Lines {
+        out: Box<dyn Write + Send>,
+        last_line: Option<Instant>,
+    },
 }
 
 impl Part {
@@ -89,7 +87,7 @@ impl Progress {
     /// Plain lines to `out`: for the first and the last step, every tenth of the run and every 5 seconds.
     pub fn to_writer(num_steps: usize, out: Box<dyn Write + Send>) -> Self {
         let last_line = None;
-        Self::with_view(num_steps, View::Lines(Lines { out, last_line }))
+        Self::with_view(num_steps, View::Lines { out, last_line })
     }
 
     fn with_view(num_steps: usize, view: View) -> Self {
@@ -108,7 +106,7 @@ impl Progress {
     pub fn between_steps(&mut self, what: &str) {
         match &self.view {
             View::Bar(bar) => self.draw(bar, Some(what)),
-            View::Lines(_) => self.activity = Some(Activity::start(what)),
+            View::Lines { .. } => self.activity = Some(Activity::start(what)),
         }
     }
 
@@ -117,11 +115,25 @@ impl Progress {
         self.activity = None;
         self.num_done = metrics.global_step;
         self.last = self.parts(metrics);
-        match &mut self.view {
-            View::Bar(_) => {}
-            View::Lines(lines) => lines.update(self.num_done, self.num_steps, &self.last),
-        }
+        self.print_if_due();
         self.draw_last();
+    }
+
+    /// Prints the last step among plain lines, if it is time for one.
+    fn print_if_due(&mut self) {
+        let View::Lines { out, last_line } = &mut self.view else {
+            return;
+        };
+        let tenth = self.num_steps.div_ceil(NUM_LINES).max(1);
+        let is_due = self.num_done >= self.num_steps
+            || self.num_done.is_multiple_of(tenth)
+            || last_line.is_none_or(|last| last.elapsed() >= LINE_INTERVAL);
+        if is_due {
+            *last_line = Some(Instant::now());
+            // A closed log is no reason to stop training.
+            let _ = writeln!(out, "{}", joined(&self.last));
+            let _ = out.flush();
+        }
     }
 
     fn parts(&mut self, metrics: &StepMetrics) -> Vec<Part> {
@@ -195,7 +207,7 @@ impl Progress {
         self.draw_last();
         match &mut self.view {
             View::Bar(bar) => bar.println(line),
-            View::Lines(lines) => drop(writeln!(lines.out, "{line}")),
+            View::Lines { out, .. } => drop(writeln!(out, "{line}")),
         }
     }
 
@@ -205,20 +217,14 @@ impl Progress {
         self.draw_last();
         match &mut self.view {
             View::Bar(bar) => bar.abandon(),
-            View::Lines(lines) => drop(lines.out.flush()),
+            View::Lines { out, .. } => drop(out.flush()),
         }
     }
 }
 
 /// The parts that fit into so many columns, behind a bar of which this `share` is full.
 fn fitted(parts: &[Part], share: f64, columns: usize) -> String {
-    let width = |parts: &[Part]| -> usize {
-        let widths = parts.iter().map(|part| part.text.chars().count());
-        widths
-            .map(|width| width + 1)
-            .sum::<usize>()
-            .saturating_sub(1)
-    };
+    let width = |parts: &[Part]| joined(parts).chars().count();
     let mut all = vec![Part::new(Need::Bar, " ".repeat(MIN_BAR))];
     all.extend_from_slice(parts);
     let needs: BTreeSet<Need> = all.iter().map(|part| part.need).collect();
@@ -245,24 +251,6 @@ fn fitted(parts: &[Part], share: f64, columns: usize) -> String {
 fn joined(parts: &[Part]) -> String {
     let texts: Vec<&str> = parts.iter().map(|part| part.text.as_str()).collect();
     texts.join(" ")
-}
-
-impl Lines {
-    fn update(&mut self, num_done: usize, num_steps: usize, parts: &[Part]) {
-        let tenth = num_steps.div_ceil(NUM_LINES).max(1);
-        let is_due = num_done >= num_steps
-            || num_done.is_multiple_of(tenth)
-            || self
-                .last_line
-                .is_none_or(|last| last.elapsed() >= LINE_INTERVAL);
-        if !is_due {
-            return;
-        }
-        self.last_line = Some(Instant::now());
-        // See `Progress::update`: a closed log is no reason to stop training.
-        let _ = writeln!(self.out, "{}", joined(parts));
-        let _ = self.out.flush();
-    }
 }
 
 #[cfg(test)]

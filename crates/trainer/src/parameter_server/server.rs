@@ -5,11 +5,11 @@ use std::sync::Arc;
 use candle_comm::{Departure, Mailbox, Mesh, Received, ReduceOp, sum_in_order};
 use candle_core::{Device, Error, Result, Tensor, bail};
 use candle_parallel::{
-    DistributedOptimizer, GradientSums, Parameters, ReducedGradients, ReducedLoss, StepReport,
+    ContextRank, DistributedOptimizer, GradientSums, Parameters, ReducedGradients, ReducedLoss,
+    StepReport,
 };
 
 use super::message::{HELLO, PUSH, Push, REPLY, Reply, START, Start};
-use super::step_done::StepDone;
 use super::{Consistency, Staleness};
 use crate::lr_schedule::LrSchedule;
 
@@ -51,6 +51,16 @@ pub(crate) struct ServedStep<'a> {
     /// The next step before which the servers do something else than steps, with the weights of all steps before it and of no other: no
     /// worker begins it earlier.
     pub pauses_at: usize,
+}
+
+/// What a step did, whether this rank's passes or workers computed its gradients.
+pub(crate) struct StepDone {
+    pub report: StepReport,
+    /// Positions of the global batch, with a target or not.
+    pub num_positions: usize,
+    /// What context-parallel ranks have computed.
+    pub context: Vec<ContextRank>,
+    pub staleness: Option<Staleness>,
 }
 
 impl ParameterServer {

@@ -4,9 +4,12 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::OnceLock;
 use std::time::Instant;
 
-use candle_comm::{P2p, ProcessGroup};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_comm::ProcessGroup;
+use candle_core::{Result, bail};
+use candle_parallel::gather;
 use serde::{Deserialize, Serialize};
+
+use super::{receive, send};
 
 /// How often a rank asks rank 0 for the time; the fastest answer counts.
 const NUM_ROUND_TRIPS: usize = 16;
@@ -54,10 +57,7 @@ impl Clock {
             token: process.token,
             zero: own.nanos(zero),
         };
-        let told = serde_json::to_vec(&told).map_err(candle_core::Error::wrap)?;
-        let all = world.all_gather_bytes(&told)?.into_iter();
-        let all = all.map(|told| serde_json::from_slice(&told).map_err(candle_core::Error::wrap));
-        let all = all.collect::<Result<Vec<Told>>>()?;
+        let all: Vec<Told> = gather(world, &told)?;
         let Some(first) = all.first() else {
             bail!("no rank said when the trace begins");
         };
@@ -89,8 +89,8 @@ impl Clock {
     /// Tells a rank the time.
     fn answer(&self, world: &ProcessGroup, rank: usize) -> Result<()> {
         for _ in 0..NUM_ROUND_TRIPS {
-            receive(world, rank)?;
-            send(world, rank, self.nanos(Instant::now()))?;
+            time_of(world, rank)?;
+            send(world, rank, vec![self.nanos(Instant::now())])?;
         }
         Ok(())
     }
@@ -104,8 +104,8 @@ impl Clock {
         };
         for _ in 0..NUM_ROUND_TRIPS {
             let asked = own.nanos(Instant::now());
-            send(world, 0, asked)?;
-            let theirs = receive(world, 0)?;
+            send(world, 0, vec![asked])?;
+            let theirs = time_of(world, 0)?;
             let answered = own.nanos(Instant::now());
             let error = (answered - asked) / 2;
             if error < best.error {
@@ -120,19 +120,10 @@ impl Clock {
     }
 }
 
-fn send(world: &ProcessGroup, dst: usize, value: i64) -> Result<()> {
-    let xs = &Tensor::new(&[value], world.device())?;
-    world.batch_send_recv(&[P2p::Send { xs, dst }]).map(drop)
-}
-
-/// The value, on the host.
-fn receive(world: &ProcessGroup, src: usize) -> Result<i64> {
-    let (shape, dtype) = (1.into(), DType::I64);
-    let received = world.batch_send_recv(&[P2p::Recv { shape, dtype, src }])?;
-    let value = received.first().map(Tensor::to_vec1::<i64>).transpose()?;
-    world.check()?;
-    match value.as_deref() {
-        Some(&[value]) => Ok(value),
+/// The time that a rank sends.
+fn time_of(world: &ProcessGroup, src: usize) -> Result<i64> {
+    match receive(world, src, 1)?.as_slice() {
+        [time] => Ok(*time),
         other => bail!("expected the time of rank {src}, got {other:?}"),
     }
 }

@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use candle_comm::trace::{self, SpanKind};
-use candle_core::{Error, Result};
-use candle_parallel::EvalSums;
+use candle_core::Result;
+use candle_parallel::{EvalSums, gather};
 
 use super::Trainer;
 use crate::evaluation::EvalMetrics;
@@ -31,12 +31,10 @@ impl Trainer {
         if !self.counts_losses {
             own = EvalSums::default();
         }
-        let own = serde_json::to_vec(&own).map_err(Error::wrap)?;
-        let mut all = EvalSums::default();
-        for of_rank in self.world.all_gather_bytes(&own)? {
-            let of_rank: EvalSums = serde_json::from_slice(&of_rank).map_err(Error::wrap)?;
-            all = all + of_rank;
-        }
+        let all: Vec<EvalSums> = gather(&self.world, &own)?;
+        let all = all
+            .into_iter()
+            .fold(EvalSums::default(), |all, of_rank| all + of_rank);
         let num_targets = all.num_targets;
         let loss = all.loss() / num_targets;
         evaluation.history.add(loss, self.step);

@@ -9,7 +9,7 @@ use candle_parallel::gguf::{GgufReader, GgufValue, type_name};
 use candle_train_run::print_line;
 use candle_trainer::counted;
 
-use super::Wanted;
+use super::{Wanted, verify_values};
 
 /// Characters of a text that are shown.
 const SHOWN: usize = 60;
@@ -58,25 +58,8 @@ pub(crate) fn inspect_gguf(path: &Path, wanted: Wanted) -> Result<()> {
         print_line(&format!("  {name} {:?} {dtype}", tensor.shape));
     }
     if wanted.verify {
-        let mut number = 0;
-        for tensor in file.tensors() {
-            if !file
-                .values(&tensor.name)?
-                .iter()
-                .all(|value| value.is_finite())
-            {
-                bail!(
-                    "tensor {} in {} has values that are NaN or infinite",
-                    tensor.name,
-                    path.display()
-                );
-            }
-            number += 1;
-        }
-        print_line(&format!(
-            "verified: {}, all values are finite",
-            counted(number, "tensor")
-        ));
+        let names = file.tensors().iter().map(|tensor| &tensor.name);
+        verify_values(path, names.map(|name| (name, file.values(name))))?;
     }
     Ok(())
 }

@@ -70,11 +70,6 @@ fn faint(RGBColor(red, green, blue): RGBColor) -> RGBColor {
 }
 
 impl Line {
-    /// Whether each of its points is marked.
-    pub fn has_few_points(&self) -> bool {
-        self.points.len() <= FEW_POINTS
-    }
-
     /// What is drawn in its full colour.
     fn front(&self) -> &[(f64, f64)] {
         self.averages.as_deref().unwrap_or(&self.points)
@@ -116,7 +111,7 @@ impl Chart<'_> {
             // A second round of the colours is dashed.
             let is_dashed = (index / COLORS.len()) % 2 == 1;
             let points = self.lengths(line.front());
-            let marks = match line.has_few_points() {
+            let marks = match line.points.len() <= FEW_POINTS {
                 true => points.clone(),
                 false => Vec::new(),
             };
