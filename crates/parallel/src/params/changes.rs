@@ -7,6 +7,7 @@ use candle_core::{DType, Result};
 use serde::{Deserialize, Serialize};
 
 use super::parameters::Parameters;
+use crate::agreement::gather;
 
 /// Who gave a parameter its present values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -36,15 +37,11 @@ impl Parameters {
                 .filter(|(_, from)| *from != SaveSource::Source)
                 .collect()
         };
-        let bytes = serde_json::to_vec(&own).map_err(candle_core::Error::msg)?;
+        let of_ranks: Vec<BTreeMap<String, SaveSource>> = gather(&mesh.world, &own)?;
         let mut changed: BTreeMap<String, SaveSource> = BTreeMap::new();
-        for bytes in mesh.world.all_gather_bytes(&bytes)? {
-            let of_rank: BTreeMap<String, SaveSource> =
-                serde_json::from_slice(&bytes).map_err(candle_core::Error::msg)?;
-            for (name, from) in of_rank {
-                let known = changed.entry(name).or_default();
-                *known = from.max(*known);
-            }
+        for (name, from) in of_ranks.into_iter().flatten() {
+            let known = changed.entry(name).or_default();
+            *known = from.max(*known);
         }
         let entries = self.catalog().iter();
         let from = entries.map(|entry| changed.get(&entry.name).copied().unwrap_or_default());

@@ -7,13 +7,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use candle_comm::Mesh;
-use candle_core::{DType, Error, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use candle_ops::{sum_into, sum_of_squares_into};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash64;
 
 use super::changes::SaveSource;
 use super::parameters::Parameters;
+use crate::agreement::gather;
 use crate::checksums::checksum;
 use crate::placement::{intersect, offset_by};
 
@@ -273,12 +274,7 @@ impl Parameters {
             place: (mesh.pp.rank(), mesh.tp.rank()),
             set,
         };
-        let own = serde_json::to_vec(&own).map_err(Error::wrap)?;
-        let all = mesh.world.all_gather_bytes(&own)?;
-        let all = all.iter().map(|bytes| serde_json::from_slice(bytes));
-        let all: Vec<Said> = all
-            .collect::<std::result::Result<_, _>>()
-            .map_err(Error::wrap)?;
+        let all: Vec<Said> = gather(&mesh.world, &own)?;
         for (rank, said) in all.iter().enumerate() {
             let mate = all.iter().position(|other| other.place == said.place);
             let mate = mate.unwrap_or(rank);

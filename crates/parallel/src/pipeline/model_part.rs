@@ -466,13 +466,6 @@ impl ModelPart {
         (result, seen)
     }
 
-    /// Number of blocks, from the first of the model on, before the first one with a trainable parameter: no gradient needs
-    /// to reach them, and the tape has nothing of them. A later stage passes gradients on, as it does not know what the stages before it train.
-    pub fn num_frozen_blocks(&self) -> usize {
-        let stages = self.stages.first();
-        stages.map_or(0, |stage| stage.num_frozen(&self.params))
-    }
-
     /// Runs the blocks of a stage without keeping anything for a backward pass, but for its head: what that is to be given, if the stage is the
     /// last one. `observe` gets what each block, by its index, gives. `after` is the block that this rank runs next.
     pub(super) fn infer(
@@ -654,7 +647,8 @@ fn is_about_type(err: &Error) -> bool {
 }
 
 impl Stage {
-    /// See [`ModelPart::num_frozen_blocks`]; 0 but in the first stage.
+    /// Number of blocks, from the first of the model on, before the first one with a trainable parameter: no gradient needs to reach
+    /// them, and the tape has nothing of them. 0 but in the first stage: a later one does not know what those before it train.
     fn num_frozen(&self, params: &Parameters) -> usize {
         let is_trained = |block: &&StageBlock| {
             let mut own = block.params.iter();

@@ -17,7 +17,7 @@ use super::folder::{CheckpointFolder, LockedFolder, cannot};
 use super::manifest::{CheckpointManifest, CheckpointNote, FileRecord, MANIFEST_FILE, SavedLayout};
 use super::rank_file::RankFileWriter;
 use super::rank_tensors::{RankTensors, written_weights};
-use crate::agreement::{agree, exchange};
+use crate::agreement::{agree, exchange, gather};
 use crate::checkpoint::StagedFolder;
 use crate::files::SpaceNeed;
 use crate::optimizer::DistributedOptimizer;
@@ -358,18 +358,12 @@ impl CheckpointSaver {
             (Some(_), Err(message)) => Err(message),
         };
         // Rank 0's word.
-        let ended = self
-            .world
-            .all_gather_bytes(&serde_json::to_vec(&ended).map_err(Error::wrap)?)?;
-        let ended: std::result::Result<Option<(PathBuf, Option<String>)>, String> =
-            match ended.first() {
-                Some(bytes) => serde_json::from_slice(bytes).map_err(Error::wrap)?,
-                None => Ok(None),
-            };
-        let (saved, warning) = match ended {
-            Ok(Some((path, warning))) => (Ok(path), warning),
-            Ok(None) => (Err("rank 0 did not save".to_string()), None),
-            Err(message) => (Err(message), None),
+        type Ended = std::result::Result<Option<(PathBuf, Option<String>)>, String>;
+        let ended: Vec<Ended> = gather(&self.world, &ended)?;
+        let (saved, warning) = match ended.into_iter().next() {
+            Some(Ok(Some((path, warning)))) => (Ok(path), warning),
+            Some(Err(message)) => (Err(message), None),
+            _ => (Err("rank 0 did not save".to_string()), None),
         };
         Ok(Some(SaveOutcome {
             step,
