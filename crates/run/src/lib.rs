@@ -64,7 +64,7 @@ pub use start::adapter_base::{
 };
 pub use start::finetune::{Finetune, FromCheckpoint};
 pub use start::pretrain::{FromScratch, ModelArgs, Pretrain};
-pub use start::{Start, StartModel};
+pub use start::{Start, start_model::StartModel};
 pub use training_run::fingerprint::fingerprint_of_program;
 pub use training_run::stop::Stop;
 pub use training_run::{Trained, TrainingRun};

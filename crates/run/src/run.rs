@@ -24,7 +24,8 @@ use crate::flags::{Layer, arguments, default_of, is_contradicted, parse_layers, 
 use crate::output::observer::Observers;
 use crate::reading::DataModel;
 use crate::spec::{RunSpec, check_flags};
-use crate::start::{Start, StartModel};
+use crate::start::Start;
+use crate::start::start_model::StartModel;
 use crate::training_run::stop::Stop;
 use crate::training_run::{Trained, TrainingRun};
 

@@ -5,9 +5,9 @@ pub(crate) mod builder;
 pub(crate) mod finetune;
 pub(crate) mod initial_weights;
 pub(crate) mod pretrain;
+pub(crate) mod start_model;
 
 use std::fmt::Debug;
-use std::path::PathBuf;
 
 use candle_core::Result;
 use candle_train_models::ModelConfig;
@@ -19,7 +19,7 @@ use toml::Table;
 use crate::args::data::DataArgs;
 use crate::args::lora::LoraArgs;
 use crate::run::Run;
-use crate::start::initial_weights::InitialWeights;
+use crate::start::start_model::StartModel;
 
 /// What a run begins with: the weights of a checkpoint, or random ones.
 pub trait Start: Args + Clone + Debug + Serialize + Send + Sync {
@@ -59,18 +59,4 @@ pub trait Start: Args + Clone + Debug + Serialize + Send + Sync {
 
     /// What is trained on what, in words.
     fn title(&self, data: &DataArgs, model: &StartModel) -> String;
-}
-
-/// The model that a run begins with.
-pub struct StartModel {
-    pub(crate) config: ModelConfig,
-    /// The folder of its tokenizer and chat template, if it has one.
-    pub(crate) dir: Option<PathBuf>,
-    pub(crate) weights: InitialWeights,
-    /// As its user calls it.
-    pub(crate) name: Option<String>,
-    /// Files beside the weights.
-    pub(crate) sidecars: Vec<(String, Vec<u8>)>,
-    /// Files and folders that are read.
-    pub(crate) inputs: Vec<PathBuf>,
 }

@@ -16,9 +16,10 @@ use crate::args::data::DataArgs;
 use crate::args::lora::LoraArgs;
 use crate::args::text::some_text;
 use crate::run::Run;
+use crate::start::Start;
 use crate::start::adapter_base::refuse_adapter;
 use crate::start::initial_weights::InitialWeights;
-use crate::start::{Start, StartModel};
+use crate::start::start_model::StartModel;
 
 /// A run that trains a Hugging Face checkpoint, or adapters beside it, on conversations or text.
 pub type Finetune = Run<FromCheckpoint>;

@@ -14,8 +14,9 @@ use toml::{Table, Value};
 use crate::args::data::DataArgs;
 use crate::args::number::whole;
 use crate::run::Run;
+use crate::start::Start;
 use crate::start::initial_weights::InitialWeights;
-use crate::start::{Start, StartModel};
+use crate::start::start_model::StartModel;
 
 /// Longest sequence that a new model may see where no flag says.
 const MAX_POSITIONS: usize = 512;
