@@ -254,7 +254,7 @@ impl Program {
     }
 }
 
-/// What tests look for in a text.
+/// Assertions about a text, which show it where they fail.
 pub trait AssertText {
     /// All of `parts` are in the text.
     #[track_caller]

@@ -21,7 +21,7 @@ static TESTS_FOR_NONE: LazyLock<Option<Regex>> = LazyLock::new(|| {
     Regex::new(r#"content['"]?\s*[\])]?\s*(is\s+(not\s+)?[nN]one|[!=]=\s*[nN]one)\b"#).ok()
 });
 
-/// What is before a text in a list as Python or JSON prints one.
+/// The beginnings of a text in a list, as Python or JSON prints one.
 const IN_LIST: [&str; 3] = ["'text': '", "\"text\": \"", "\"text\":\""];
 
 /// A conversation with its content as the template reads it.

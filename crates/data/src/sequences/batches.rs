@@ -315,9 +315,10 @@ impl Batches {
         let (mut first, mut last) = (self.origin.0, usize::MAX);
         while first < last {
             let middle = first + (last - first) / 2;
-            match is_before(middle) {
-                true => first = middle + 1,
-                false => last = middle,
+            if is_before(middle) {
+                first = middle + 1;
+            } else {
+                last = middle;
             }
         }
         if is_before(first) {

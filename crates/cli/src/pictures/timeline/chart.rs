@@ -184,9 +184,10 @@ impl<'a> TimelineChart<'a> {
         let draw_line = |(start, end), category: Category| {
             let (from, to) = (self.x(start), self.x(end));
             let corners = [(from, bottom + 1), (to, bottom + 1 + line)];
-            match to > from {
-                true => area.draw(&Rectangle::new(corners, category.color().filled())),
-                false => Ok(()),
+            if to > from {
+                area.draw(&Rectangle::new(corners, category.color().filled()))
+            } else {
+                Ok(())
             }
         };
         for span in &in_flight {

@@ -40,7 +40,7 @@ pub(super) fn segments(events: &[TraceSpan], (start, end): (f64, f64)) -> Vec<Tr
     segments
 }
 
-/// What fraction of a time a rank spent on each of [`Category::ALL`].
+/// The fractions of a time that a rank spent on each of [`Category::ALL`].
 pub(super) type Shares = [f64; Category::ALL.len()];
 
 /// The shares of a rank from `start` to `end`.

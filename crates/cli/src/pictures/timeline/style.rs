@@ -2,7 +2,7 @@
 
 use plotters::style::RGBColor;
 
-/// What time is spent on; its number is its place in [`Self::ALL`].
+/// A use of time; its number is its place in [`Self::ALL`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Category {
     Forward,
@@ -14,7 +14,7 @@ pub(super) enum Category {
     Data,
     Evaluation,
     Checkpoint,
-    /// Of a step all that is nothing else.
+    /// The rest of a step, which is nothing else.
     Step,
     /// Operations in flight, beside whatever the rank does.
     InFlight,

@@ -177,7 +177,7 @@ fn of_host(loss: &HostLoss, hosts: &[HostPlan]) -> Outcome {
     Outcome::last(LOST_HOST_EXIT_CODE, Some(describe_host(loss, hosts)))
 }
 
-/// What happened to a host that was lost, or that cannot start its ranks: `lost host node2 with ranks 2 to 3: no
+/// Describes a host that was lost, or that cannot start its ranks: `lost host node2 with ranks 2 to 3: no
 /// answer`.
 pub(super) fn describe_host(loss: &HostLoss, hosts: &[HostPlan]) -> String {
     let plan = &hosts[loss.host];
