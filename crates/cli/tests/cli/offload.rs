@@ -83,7 +83,8 @@ fn inputs_stay_where_memory_is_left_and_the_plan_knows_it() {
     let dir = workspace.path("scratch");
     fs::create_dir(&dir).unwrap();
     let program = || {
-        let program = (workspace.finetune().flag("--steps", 2)).flag("--recompute", "full");
+        // As many as in the tests of memory, for the same reason.
+        let program = (workspace.finetune().flag("--steps", 4)).flag("--recompute", "full");
         let program = program
             .flag("--tp", 1)
             .flag("--pp", 1)
