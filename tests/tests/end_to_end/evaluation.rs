@@ -10,13 +10,13 @@ use candle_trainer::{
 };
 
 use crate::fixture::{Fixture, Run};
-use crate::run::{Layout, Variant, batches, gather, launch, load, load_variant, tokens};
+use crate::run::{Layout, Variant, batches, gather, launch, load, load_variant};
 use crate::tensors::Tensors;
 
 const SEQ_LEN: usize = 9;
 
 fn ids(fixture: &Fixture) -> Vec<u32> {
-    let text = tokens(fixture).unwrap().record(0).unwrap();
+    let text = fixture.tokens().record(0).unwrap();
     text.ids[..40 * SEQ_LEN].to_vec()
 }
 

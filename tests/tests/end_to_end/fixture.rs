@@ -1,10 +1,15 @@
 //! A checkpoint of `tests/fixtures` with PyTorch's numbers for it.
 
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use candle_parallel::{AdamWConfig, LossScaling};
 use candle_train_models::ModelConfig;
-use candle_trainer::{BatchConfig, LrDecay, LrSchedule, StepMetrics, TrainConfig};
+use candle_trainer::hub::DataUse;
+use candle_trainer::{
+    BatchConfig, Data, DataSpec, EncoderConfig, LrDecay, LrSchedule, RecordEncoder, StepMetrics,
+    Tokenizer, Tokens, TrainConfig,
+};
 use serde::Deserialize;
 
 use crate::run::Layout;
@@ -26,6 +31,8 @@ pub const ALL: [&str; 10] = [
 pub struct Fixture {
     dir: PathBuf,
     model: PathBuf,
+    /// Read once for all ranks of all runs.
+    tokens: OnceLock<Tokens>,
     pub run: Run,
 }
 
@@ -71,7 +78,12 @@ impl Fixture {
     fn of(model: PathBuf, dir: PathBuf) -> Self {
         let text = std::fs::read_to_string(dir.join("run.json")).unwrap();
         let run = serde_json::from_str(&text).unwrap();
-        Self { dir, model, run }
+        Self {
+            dir,
+            model,
+            tokens: OnceLock::new(),
+            run,
+        }
     }
 
     /// The model in `dir/model`, with the hyper-parameters of this one.
@@ -79,6 +91,7 @@ impl Fixture {
         Self {
             dir: dir.to_path_buf(),
             model: dir.join("model"),
+            tokens: OnceLock::new(),
             run: self.run.clone(),
         }
     }
@@ -89,6 +102,18 @@ impl Fixture {
 
     pub fn adapter_dir(&self) -> PathBuf {
         self.dir.join("adapter")
+    }
+
+    /// The fixtures' text, in the tokens of this one.
+    pub fn tokens(&self) -> Tokens {
+        let encoded = || {
+            let tokenizer = Tokenizer::from_dir(self.model_dir())?;
+            let data = Data::find(&[DataSpec::new(text_file())], DataUse::Training)?;
+            let encoder = RecordEncoder::new(&tokenizer, None, EncoderConfig::default())?;
+            Tokens::encode(&data, &encoder, None)
+        };
+        let tokens = self.tokens.get_or_init(|| encoded().unwrap());
+        tokens.clone()
     }
 
     pub fn config(&self) -> ModelConfig {

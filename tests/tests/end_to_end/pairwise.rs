@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
+use std::sync::Mutex;
+use std::thread;
 
 /// A small generator of numbers (xorshift64*).
 pub struct Random(u64);
@@ -88,14 +90,14 @@ pub fn cases<C, const N: usize>(
     }
 }
 
-/// Compares each case with a run of its `reference`, which is made once for all that have the same. A number in the
-/// environment's `variable` says how many an earlier call has compared.
-pub fn compare<C: Copy + Debug, R>(
+/// Compares each case with a run of its `reference`, which is made once for all that have the same, two references at a time. A number in the
+/// environment's `variable` says how many an earlier call has compared; then they are compared in turn.
+pub fn compare<C: Copy + Debug + Sync, R>(
     variable: &str,
     cases: &[C],
-    reference: impl Fn(C) -> C,
-    run: impl Fn(C) -> R,
-    check: impl Fn(C, &R),
+    reference: impl Fn(C) -> C + Sync,
+    run: impl Fn(C) -> R + Sync,
+    check: impl Fn(C, &R) + Sync,
 ) {
     let mut by_reference: BTreeMap<String, Vec<C>> = BTreeMap::new();
     for case in cases {
@@ -105,20 +107,32 @@ pub fn compare<C: Copy + Debug, R>(
     let variable = std::env::var(variable).ok();
     let num_to_skip = variable.as_ref().and_then(|number| number.parse().ok());
     let mut num_done = 0;
-    for cases_of_one in by_reference.values() {
+    let groups = by_reference.values().filter_map(|cases_of_one| {
         let is_done = num_done < num_to_skip.unwrap_or(0);
         num_done += cases_of_one.len();
-        if is_done {
-            continue;
+        (!is_done).then_some((num_done, cases_of_one))
+    });
+    let groups = Mutex::new(groups);
+    let work = || {
+        loop {
+            let Some((num_done, cases_of_one)) = groups.lock().unwrap().next() else {
+                return;
+            };
+            let reference = run(reference(cases_of_one[0]));
+            for case in cases_of_one {
+                check(*case, &reference);
+            }
+            if variable.is_some() {
+                eprintln!("{num_done} of {} cases", cases.len());
+            }
         }
-        let reference = run(reference(cases_of_one[0]));
-        for case in cases_of_one {
-            check(*case, &reference);
+    };
+    let num_threads = if variable.is_some() { 1 } else { 2 };
+    thread::scope(|scope| {
+        for _ in 0..num_threads {
+            scope.spawn(work);
         }
-        if variable.is_some() {
-            eprintln!("{num_done} of {} cases", cases.len());
-        }
-    }
+    });
     eprintln!("{} cases, {} references", cases.len(), by_reference.len());
     assert!(cases.len() > 30);
 }

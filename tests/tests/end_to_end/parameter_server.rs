@@ -15,7 +15,7 @@ use candle_trainer::{
 };
 
 use crate::fixture::{Fixture, Run};
-use crate::run::{Adapters, Layout, Variant, gather, load_variant, tokens, train_variant};
+use crate::run::{Adapters, Layout, Variant, gather, load_variant, train_variant};
 use crate::tensors::{Tensors, assert_close};
 
 /// Servers, workers, and when these get weights.
@@ -53,7 +53,7 @@ fn serve_saving(
         zero: ZeroStage::Three,
         ..Layout::new(1, num_servers, 1)
     };
-    let samples = Samples::new(&tokens(fixture)?, SampleConfig::new(run.seq_len))?;
+    let samples = Samples::new(&fixture.tokens(), SampleConfig::new(run.seq_len))?;
     let batches = |worker| {
         let config = run.batch_config();
         Batches::new(&samples, config, worker, num_workers, &Device::Cpu)

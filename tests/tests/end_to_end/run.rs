@@ -12,14 +12,10 @@ use candle_parallel::{
     Recompute, Schedule, WeightFormat, ZeroStage,
 };
 use candle_train_models::CausalLm;
-use candle_trainer::hub::DataUse;
-use candle_trainer::{
-    Batches, Data, DataSpec, EncoderConfig, RecordEncoder, SampleConfig, Samples, StepMetrics,
-    Tokenizer, Tokens, Trainer,
-};
+use candle_trainer::{Batches, SampleConfig, Samples, StepMetrics, Trainer};
 
 use crate::device::devices;
-use crate::fixture::{Fixture, Run, text_file};
+use crate::fixture::{Fixture, Run};
 use crate::tensors::Tensors;
 
 #[derive(Clone, Copy, Debug)]
@@ -293,19 +289,8 @@ pub fn load_offloaded(
     Ok(CausalLm::part(&fixture.config(), mesh, &vb)?.with_recompute(|_| variant.recompute))
 }
 
-/// The fixtures' text.
-pub fn tokens(fixture: &Fixture) -> Result<Tokens> {
-    let tokenizer = Tokenizer::from_dir(fixture.model_dir())?;
-    let data = Data::find(&[DataSpec::new(text_file())], DataUse::Training)?;
-    Tokens::encode(
-        &data,
-        &RecordEncoder::new(&tokenizer, None, EncoderConfig::default())?,
-        None,
-    )
-}
-
 pub fn batches(fixture: &Fixture, run: &Run, mesh: &Mesh) -> Result<Batches> {
-    let samples = Samples::new(&tokens(fixture)?, SampleConfig::new(run.seq_len))?;
+    let samples = Samples::new(&fixture.tokens(), SampleConfig::new(run.seq_len))?;
     let (rank, world_size) = (mesh.dp.rank(), mesh.dp.world_size());
     Batches::new(&samples, run.batch_config(), rank, world_size, &Device::Cpu)
 }

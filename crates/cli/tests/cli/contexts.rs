@@ -26,7 +26,7 @@ fn with_flags(workspace: &Workspace, flags: &[(&str, &str)]) -> Program {
 
 /// The same of 37 tokens, with evaluation and a sample.
 fn finetune(workspace: &Workspace, flags: &[(&str, &str)]) -> Program {
-    let text = fixture("text.txt").display().to_string();
+    let text = workspace.short_text().display().to_string();
     let own = [
         ("--seq-len", "37"),
         ("--eval-data", text.as_str()),

@@ -154,7 +154,7 @@ fn a_run_with_servers_resumes_with_and_without_them() {
         read_checkpoint(&workspace.output()),
     );
     let evaluated = |program: Program| {
-        let program = program.flag("--eval-data", workspace.path("text.txt").display());
+        let program = program.flag("--eval-data", workspace.short_text().display());
         program.flag("--eval-every", 3)
     };
     let saving = |program: Program| {
@@ -413,7 +413,7 @@ fn servers_write_samples_and_give_the_best_weights() {
     let workspace = Workspace::new();
     let program = with_servers(replicas(&workspace, 2).0, 2);
     let program = program.flag("--sample-tokens", 4).flag("--prompt", "The");
-    let program = program.flag("--eval-data", workspace.path("text.txt").display());
+    let program = program.flag("--eval-data", workspace.short_text().display());
     let program = program
         .flag("--eval-every", 1)
         .flag("--patience", 2)

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use super::folder::{fixture, read_checkpoint};
+use super::folder::read_checkpoint;
 use super::program::{AssertText, Program};
 use super::training::metrics;
 use super::workspace::{Workspace, candle_train};
@@ -13,7 +13,7 @@ fn pipeline(workspace: &Workspace, flags: &[(&str, &str)]) -> Program {
     let program = program
         .flag("--global-batch-size", 8)
         .flag("--seq-len", 128)
-        .flag("--eval-data", fixture("text.txt").display())
+        .flag("--eval-data", workspace.short_text().display())
         .flag("--eval-every", 1)
         .flag("--prompt", "The quick brown")
         .flag("--sample-tokens", 8)

@@ -6,7 +6,6 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::folder::fixture;
 use super::program::{AssertText, Program};
 use super::workspace::Workspace;
 
@@ -109,7 +108,7 @@ fn every_pass_is_in_the_trace_in_the_order_of_the_schedule_and_no_bit_changes() 
         let program = |workspace: &Workspace| {
             let program = workspace.finetune().flag("--schedule", schedule);
             let program = program.flag("--zero", zero).flag("--global-batch-size", 8);
-            let program = program.flag("--eval-data", fixture("text.txt").display());
+            let program = program.flag("--eval-data", workspace.short_text().display());
             program.flag("--eval-every", 1).flag("--steps", 3)
         };
         program(&plain).succeeds();

@@ -48,6 +48,15 @@ impl Workspace {
         self.dir.path().join(name)
     }
 
+    /// A file with the first lines of the text, for what is not better for being long.
+    pub fn short_text(&self) -> PathBuf {
+        let path = self.path("short.txt");
+        let text = fs::read_to_string(fixture("text.txt")).unwrap();
+        let lines: Vec<&str> = text.lines().take(80).collect();
+        fs::write(&path, lines.join("\n")).unwrap();
+        path
+    }
+
     pub fn model(&self, file: &str) -> PathBuf {
         self.path("model").join(file)
     }

@@ -47,11 +47,6 @@ impl PlannedStore {
         }
     }
 
-    /// An item comes that was not on its way.
-    pub fn take(&self, item: usize, held: &mut PlannedBytes) {
-        self.fetch(item, held);
-    }
-
     /// An item goes and is not written back.
     pub fn release(&self, item: usize, held: &mut PlannedBytes) {
         self.free(Some(item), held);
@@ -69,7 +64,8 @@ impl PlannedStore {
         self.free(written, held);
     }
 
-    fn fetch(&self, item: usize, held: &mut PlannedBytes) {
+    /// An item comes that was not on its way.
+    pub fn fetch(&self, item: usize, held: &mut PlannedBytes) {
         held.hold(self.category, self.bytes[item]);
     }
 
@@ -107,7 +103,7 @@ impl PlannedSums {
         let (blocks, block) = (&self.blocks, self.blocks[bucket]);
         let going: Vec<usize> = (self.idle.extract_if(.., |of| blocks[*of] != block)).collect();
         going.into_iter().for_each(|of| self.store.end(of, held));
-        self.store.take(bucket, held);
+        self.store.fetch(bucket, held);
     }
 
     pub fn put(&mut self, bucket: usize) {

@@ -88,26 +88,22 @@ impl PendingWeights {
 
     /// Waits for the weights of block `block`, and those before it.
     pub fn wait_for_block(&self, block: usize) -> Result<()> {
-        self.wait_while(|gather| gather.block <= block)
+        let mut queue = self.lock();
+        while queue.front().is_some_and(|gather| gather.block <= block) {
+            queue.pop_front().map_or(Ok(()), BucketGather::finish)?;
+        }
+        Ok(())
     }
 
     /// Waits for all of them.
     pub fn wait_for_all(&self) -> Result<()> {
-        self.wait_while(|_| true)
+        self.wait_for_all_but(0)
     }
 
     /// Waits until at most `num_left` gathers are under way.
     pub fn wait_for_all_but(&self, num_left: usize) -> Result<()> {
         let mut queue = self.lock();
         while queue.len() > num_left {
-            queue.pop_front().map_or(Ok(()), BucketGather::finish)?;
-        }
-        Ok(())
-    }
-
-    fn wait_while(&self, is_needed: impl Fn(&BucketGather) -> bool) -> Result<()> {
-        let mut queue = self.lock();
-        while queue.front().is_some_and(&is_needed) {
             queue.pop_front().map_or(Ok(()), BucketGather::finish)?;
         }
         Ok(())

@@ -403,7 +403,9 @@ impl<'a> PlannedRank<'a> {
 
     /// Does `pass` with the weights of a block in place; meanwhile those of `next` come.
     fn run(&mut self, block: usize, next: Option<usize>, pass: impl FnOnce(&mut Self)) {
-        self.wait_while(|first| first <= block);
+        while (self.pending.front()).is_some_and(|(first, _)| *first <= block) {
+            self.take_pending();
+        }
         self.prefetch(block);
         for index in self.needed(block) {
             self.arrive(index);
@@ -470,12 +472,6 @@ impl<'a> PlannedRank<'a> {
 
     fn wait_for_all_but(&mut self, num_left: usize) {
         while self.pending.len() > num_left {
-            self.take_pending();
-        }
-    }
-
-    fn wait_while(&mut self, is_needed: impl Fn(usize) -> bool) {
-        while (self.pending.front()).is_some_and(|(first, _)| is_needed(*first)) {
             self.take_pending();
         }
     }

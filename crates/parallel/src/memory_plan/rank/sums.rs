@@ -193,7 +193,7 @@ impl PlannedRank<'_> {
             });
             let copies: Vec<usize> = copies.map(|(index, _)| index).collect();
             for &index in &copies {
-                sums.take(index, &mut self.held);
+                sums.fetch(index, &mut self.held);
             }
             for &index in &copies {
                 sums.release(index, &mut self.held);
