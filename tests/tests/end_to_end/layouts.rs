@@ -81,40 +81,28 @@ fn run_for(fixture: &Fixture, dp: usize) -> Run {
     }
 }
 
-/// Of the families that a layout fits every third one is trained, with each kind another one; all of them where the environment has this variable.
-const ALL_LAYOUTS: &str = "CANDLE_TRAIN_ALL_LAYOUTS";
-
 #[test]
 fn every_layout_equals_one_rank() {
-    let names = [
+    for name in [
         "wide",
         "mistral",
         "mistral_dynamic",
         "qwen2",
         "qwen3",
         "gemma",
-    ];
-    let families = names.map(|name| (name, Fixture::new(name)));
-    let trains_all = std::env::var_os(ALL_LAYOUTS).is_some();
-    // By the family and the global batch, of which layouts have few.
-    let mut of_one_rank = BTreeMap::new();
-    for (place, layout) in layouts().into_iter().enumerate() {
-        let fits = |(_, fixture): &&(&str, Fixture)| {
-            CausalLm::check_degrees(&fixture.config(), &layout.degrees()).is_ok()
-        };
-        let fitting: Vec<_> = families.iter().filter(fits).collect();
-        let turns = if trains_all {
-            1
-        } else {
-            fitting.len().clamp(1, 3)
-        };
-        for (kind, layout) in kinds(layout).enumerate() {
-            for (name, fixture) in fitting.iter().skip((place + kind) % turns).step_by(turns) {
-                let run = run_for(fixture, layout.dp);
-                let one_rank = of_one_rank
-                    .entry((name, run.global_batch_size))
-                    .or_insert_with(|| train(fixture, &run, Layout::new(1, 1, 1)).unwrap());
-                let ours = train(fixture, &run, layout).unwrap();
+    ] {
+        let fixture = Fixture::new(name);
+        let config = fixture.config();
+        let fits = |layout: &Layout| CausalLm::check_degrees(&config, &layout.degrees()).is_ok();
+        // By the global batch, of which layouts have few.
+        let mut of_one_rank = BTreeMap::new();
+        for layout in layouts().into_iter().filter(fits) {
+            let run = run_for(&fixture, layout.dp);
+            let one_rank = of_one_rank
+                .entry(run.global_batch_size)
+                .or_insert_with(|| train(&fixture, &run, Layout::new(1, 1, 1)).unwrap());
+            for layout in kinds(layout) {
+                let ours = train(&fixture, &run, layout).unwrap();
                 assert_same(&ours, one_rank, &format!("{name} {layout:?}"));
             }
         }

@@ -5,8 +5,7 @@
 
 use super::gguf_blocks::{BlockFormat, Q4KBlocks, Q8Blocks, RowsOfBlocks};
 use super::grad::{linear_bias_grad, linear_input_grad, linear_weight_grad};
-use super::weight::LinearWeight;
-use super::weight::{rows_of, weight_dims};
+use super::weight::{Added, LinearWeight, rows_of, weight_dims};
 use crate::cpu::element::{Element, by_float};
 use crate::cpu::half_precision::widened;
 use crate::host::floats::{HostFloats, one_dtype};
@@ -24,16 +23,6 @@ use crate::timing::op_timer;
 use candle_core::{DType, Result, Tensor, bail};
 
 const NAME: &str = "linear";
-
-/// What the product of a layer is added to, in the same rounding.
-#[derive(Clone, Copy)]
-pub(crate) enum Added<'a> {
-    Nothing,
-    /// `(out)`, to each row.
-    Bias(&'a Tensor),
-    /// Of the shape of the result.
-    Residual(&'a Tensor),
-}
 
 /// `xs W^T + bias`, differentiable in all three; a gradient is computed only for what is tracked.
 ///

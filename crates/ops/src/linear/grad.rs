@@ -1,8 +1,7 @@
 //! Gradients of the linear layer, each by itself, for layers that communicate or do not train everything:
 //! `dx = dy W`, `dW = dy^T x`, `db = sum over rows of dy`.
 
-use super::weight::LinearWeight;
-use super::weight::{rows_of, weight_dims};
+use super::weight::{LinearWeight, rows_of, weight_dims};
 use crate::cpu::chunks::{SUMMED_ROWS, for_each_chunk, rows_per_partial, sum_partials};
 use crate::cpu::element::{Element, by_float};
 use crate::cpu::half_precision::add_values;

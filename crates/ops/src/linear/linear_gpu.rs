@@ -6,7 +6,7 @@
 
 #![allow(unsafe_code)]
 
-use super::forward::Added;
+use super::weight::Added;
 use crate::cuda::element::{Element, by_dtype};
 use crate::cuda::gpu::{BLOCK, Gpu};
 use crate::cuda::launch;

@@ -1,4 +1,4 @@
-//! The weight of a linear layer, and the shapes of what it is multiplied with.
+//! The weight of a linear layer, the shapes of what it is multiplied with, and what is added.
 
 use crate::product::packed_weight::PackedWeight;
 use candle_core::{Result, Tensor, bail};
@@ -19,6 +19,16 @@ impl<'a> From<&'a Tensor> for LinearWeight<'a> {
             packed: None,
         }
     }
+}
+
+/// What the product of a layer is added to, in the same rounding.
+#[derive(Clone, Copy)]
+pub(crate) enum Added<'a> {
+    Nothing,
+    /// `(out)`, to each row.
+    Bias(&'a Tensor),
+    /// Of the shape of the result.
+    Residual(&'a Tensor),
 }
 
 /// `(out, in)` of a weight.
