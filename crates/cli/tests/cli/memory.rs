@@ -80,7 +80,7 @@ fn more_memory_than_there_is_is_told_before_anything_is_held() {
 #[test]
 fn an_end_for_want_of_memory_says_what_takes_less() {
     let workspace = Workspace::new();
-    let limit = "ulimit -v 3000000; exec \"$0\" \"$@\"";
+    let limit = "ulimit -v 5000000; exec \"$0\" \"$@\"";
     let outcome = candle_train("pretrain")
         .under(["sh", "-c", limit].map(String::from).into())
         .flag("--data", workspace.path("text.txt").display())

@@ -83,7 +83,7 @@ fn inputs_stay_where_memory_is_left_and_the_plan_knows_it() {
     let dir = workspace.path("scratch");
     fs::create_dir(&dir).unwrap();
     let program = || {
-        // As many as in the tests of memory, for the same reason.
+        // The first steps may seem to hold less, as in the tests of memory.
         let program = (workspace.finetune().flag("--steps", 4)).flag("--recompute", "full");
         let program = program
             .flag("--tp", 1)

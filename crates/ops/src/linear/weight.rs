@@ -1,4 +1,4 @@
-//! The weight of a linear layer, the shapes of what it is multiplied with, and what is added.
+//! The weight of a linear layer, the shapes of what it is multiplied with, and what is added to the product.
 
 use crate::product::packed_weight::PackedWeight;
 use candle_core::{Result, Tensor, bail};
@@ -21,13 +21,13 @@ impl<'a> From<&'a Tensor> for LinearWeight<'a> {
     }
 }
 
-/// What the product of a layer is added to, in the same rounding.
+/// Values that a layer adds to its product, in the same rounding.
 #[derive(Clone, Copy)]
 pub(crate) enum Added<'a> {
     Nothing,
     /// `(out)`, to each row.
     Bias(&'a Tensor),
-    /// Of the shape of the result.
+    /// With the shape of the result.
     Residual(&'a Tensor),
 }
 

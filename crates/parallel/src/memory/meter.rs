@@ -96,7 +96,8 @@ impl MemoryMeter {
     }
 
     /// The passes of a step are over and the tape is empty: what they leave behind, as buffers that operations keep to use again, was
-    /// no activations. One that comes after the step's peak makes that seem less; those of the next steps are right.
+    /// no activations. A buffer that comes after a step's peak
+    /// makes this peak seem lower; those of later steps are right.
     pub(crate) fn end_passes(&self, device: &Device) -> Result<()> {
         self.count_activations(device)?;
         let counter = self.counter(MemoryCategory::Activations);
