@@ -72,15 +72,12 @@ fn main() -> Result<()> {
         let vb = ParamStore::init(0).builder(DType::F32, mesh.world.device());
         let build = |index, vb| block(index, &mesh.tp, vb);
         let part = ModelPart::build(&mesh, &vb, LAYERS + 2, HIDDEN, build)?;
-        let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-        let mut gradients = Gradients::new(part.params(), &mesh)?;
-        let config = AdamWConfig::default();
-        let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, config)?;
+        let schedule = Schedule::OneForwardOneBackward;
+        let mut training = Training::new(part, &mesh, schedule, AdamW::default())?;
         for step in 0..100 {
             let first = 2 * (step * mesh.dp.world_size() + mesh.dp.rank());
             let batches = [micro_batch(first)?, micro_batch(first + 1)?];
-            pipeline.forward_backward(&part, &batches, &mut gradients)?;
-            let report = optimizer.step(&mut gradients, 3e-3, Some(1.0))?;
+            let report = training.step(&batches, 3e-3, Some(1.0))?;
             if mesh.world.rank() == 0 && step % 10 == 9 {
                 let (loss, norm) = (report.loss.mean, report.grad_norm);
                 println!("step {} loss {loss:.4} gradient norm {norm:.3}", step + 1);

@@ -64,15 +64,12 @@
 //!     let mesh = Mesh::new(world, Degrees { pp: 2, dp: 2, tp: 2, ..Degrees::default() })?;
 //!     let vb = ParamStore::init(0).builder(DType::F32, mesh.world.device());
 //!     let part = ModelPart::build(&mesh, &vb, 4, 32, |index, vb| block(index, &mesh.tp, vb))?;
-//!     let pipeline = Pipeline::new(Schedule::OneForwardOneBackward, &mesh);
-//!     let mut gradients = Gradients::new(part.params(), &mesh)?;
-//!     let mut optimizer = DistributedOptimizer::adamw(part.params(), &mesh, AdamWConfig::default())?;
+//!     let mut training = Training::new(part, &mesh, Schedule::OneForwardOneBackward, AdamW::default())?;
 //!     let mut losses = Vec::new();
 //!     for _ in 0..5 {
 //!         let bytes = Tensor::arange(0u32, 16, &Device::Cpu)?.reshape((1, 16))?;
 //!         let micro_batches = [Pass::train(bytes.clone(), bytes)];
-//!         pipeline.forward_backward(&part, &micro_batches, &mut gradients)?;
-//!         losses.push(optimizer.step(&mut gradients, 1e-2, Some(1.0))?.loss.mean);
+//!         losses.push(training.step(&micro_batches, 1e-2, Some(1.0))?.loss.mean);
 //!     }
 //!     Ok(losses)
 //! })?;
@@ -105,12 +102,12 @@ pub mod prelude {
     pub use candle_ops::{IGNORE_INDEX, rms_norm};
     pub use candle_parallel::checkpoint::HfSave;
     pub use candle_parallel::{
-        AdamWConfig, Block, ColumnParallelLinear, DistributedOptimizer, Gradient, GradientSink,
-        Gradients, Layer, Loss, ModelPart, ParamBuilder, ParamStore, Pass, Pipeline, Placement,
-        PlainBlock, PlainHead, Recompute, Region, RowParallelLinear, Schedule, Shard, WEIGHT_INIT,
-        ZeroStage, column_parallel_linear, head_block, layer_block, plain_block, plain_head,
-        regions, row_parallel_linear, vocab_parallel_cross_entropy, vocab_parallel_embedding,
-        vocab_parallel_head,
+        AdamW, AdamWConfig, Block, ColumnParallelLinear, DistributedOptimizer, Gradient,
+        GradientSink, Gradients, Layer, Loss, ModelPart, ParamBuilder, ParamStore, Pass, Pipeline,
+        Placement, PlainBlock, PlainHead, Recompute, Region, RowParallelLinear, Schedule, Shard,
+        Training, WEIGHT_INIT, ZeroStage, column_parallel_linear, head_block, layer_block,
+        plain_block, plain_head, regions, row_parallel_linear, vocab_parallel_cross_entropy,
+        vocab_parallel_embedding, vocab_parallel_head,
     };
     pub use candle_train_models::{CausalLm, ModelConfig};
     pub use candle_train_run::{

@@ -1,6 +1,6 @@
 //! How data-parallel replicas work together.
 
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, bail};
 use candle_ops::QuantizedType;
 use serde::{Deserialize, Serialize};
 
@@ -15,6 +15,21 @@ pub enum ZeroStage {
     Two,
     /// Weights: a block's are gathered before its forward and its backward pass, and freed after.
     Three,
+}
+
+impl TryFrom<u8> for ZeroStage {
+    type Error = Error;
+
+    /// The stage of a number from 0 to 3.
+    fn try_from(number: u8) -> Result<Self> {
+        match number {
+            0 => Ok(Self::Zero),
+            1 => Ok(Self::One),
+            2 => Ok(Self::Two),
+            3 => Ok(Self::Three),
+            _ => bail!("ZeRO stage {number}; expected 0, 1, 2 or 3"),
+        }
+    }
 }
 
 /// In what form gradients move between replicas. They are added in f32, but for what NCCL adds itself.

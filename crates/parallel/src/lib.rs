@@ -79,12 +79,14 @@
 //! | `layers` | [`Layer`], the tensor-parallel ones, and the borders of their regions: [`regions`] |
 //! | `lora` | [`LoraConfig`]: low-rank adapters beside linear layers, [`LowRank`], and `peft`'s folders |
 //! | `pass` | [`Pass`], the [`Region`] of its tensor-parallel ranks, what stays of it ([`Tape`]), and where gradients of weights go: [`GradientSink`] |
-//! | `pipeline` | [`Block`], [`ModelPart`] and its tapes, [`Pipeline`] |
+//! | `pipeline` | [`Block`], [`ModelPart`] and its tapes |
 //! | `schedule` | [`Schedule`], [`Plan`]: who computes what when; its check, its simulation |
+//! | `program` | a step as a list of actions, worked out before it runs |
+//! | `engine` | [`Pipeline`] carries them out, [`Training`] has all that a loop needs |
 //! | `gradients` | [`Gradients`], their reduction over the mesh, norm and loss |
 //! | `optimizer` | [`Optimizer`], the rule; [`DistributedOptimizer`], which divides its work over replicas |
 //! | `memory` | [`MemoryMeter`]: the bytes that a rank holds, by what they are for |
-//! | `memory_plan` | [`MemoryPlan`]: what a rank will hold, by arithmetic |
+//! | `planned` | [`MemoryPlan`]: what a step will hold and take, by arithmetic |
 //! | `checkpoint` | Hugging Face folders, read and written part by part |
 //! | `gguf` | the weights of files for llama.cpp and Ollama |
 #![deny(unsafe_code)]
@@ -94,13 +96,13 @@ pub mod checkpoint;
 mod checksums;
 mod context_parallel;
 mod data_parallel;
+mod engine;
 mod files;
 pub mod gguf;
 mod gradients;
 mod layers;
 mod lora;
 mod memory;
-mod memory_plan;
 mod offload;
 mod optimizer;
 mod params;
@@ -108,12 +110,15 @@ mod pass;
 mod pipeline;
 mod pipeline_layout;
 mod placement;
+mod planned;
+mod program;
 mod schedule;
 mod view;
 
 pub use agreement::{agree, gather};
 pub use context_parallel::{ContextConfig, ContextMethod, ContextParallel, KeptAttention};
 pub use data_parallel::{DataParallel, ReduceType, ZeroStage};
+pub use engine::{EvalSums, Pipeline, Training};
 pub use gradients::{GradientSums, Gradients, ReducedGradients, ReducedLoss};
 pub use layers::{
     ColumnParallelLinear, Head, HeadPartition, Layer, LayerRanks, LowRank, RowParallelLinear,
@@ -127,7 +132,6 @@ pub use lora::{ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, Adapter, LoraConfig, L
 pub use memory::{
     MemoryCategory, MemoryGuard, MemoryMeter, MemoryReport, MemoryUse, count_memory_with,
 };
-pub use memory_plan::{MemoryPlan, Moment, PlannedPasses, PlannedUpdate, PlannedWork};
 pub use offload::Offload;
 pub use optimizer::{
     AdamW, AdamWConfig, DistributedOptimizer, LossScaling, Needs, Optimizer, OptimizerState,
@@ -142,11 +146,13 @@ pub use pass::{
     Region, Tape, WeightGrad, WeightHalf,
 };
 pub use pipeline::{
-    Block, EvalSums, ModelPart, Pipeline, PlainBlock, PlainHead, head_block, layer_block, pack,
-    plain_block, plain_head, unpack,
+    Block, ModelPart, PlainBlock, PlainHead, head_block, layer_block, pack, plain_block,
+    plain_head, unpack,
 };
 pub use pipeline_layout::{BlockCosts, PipelineLayout, stage_blocks};
 pub use placement::{Gradient, Placement, Shard, part};
+pub use planned::{MemoryPlan, Moment, PlannedPasses, PlannedUpdate, PlannedWork};
 pub use schedule::{
-    Instruction, Instructions, Message, Plan, Schedule, Simulation, StageTimes, Timed, Times, Unit,
+    Instruction, Instructions, Message, MoveTimes, Plan, Schedule, Simulation, StageTimes, Timed,
+    Times, Unit,
 };

@@ -42,6 +42,7 @@ type SavesAtEnd = Box<dyn FnOnce(&Trainer) -> Result<bool> + Send>;
 pub struct Trainer {
     config: TrainConfig,
     world: ProcessGroup,
+    mesh: Mesh,
     part: ModelPart,
     pipeline: Pipeline,
     source: GradientSource,
@@ -65,8 +66,6 @@ pub struct Trainer {
     num_replicas: usize,
     flops: Option<ModelFlops>,
     evaluation: Option<Evaluation>,
-    /// Whether this rank's losses are not another's too.
-    counts_losses: bool,
 }
 
 /// Where gradients come from.
@@ -195,6 +194,7 @@ impl Trainer {
             source,
             optimizer,
             world: mesh.world.clone(),
+            mesh: mesh.clone(),
             config,
             part,
             step: 0,
@@ -211,7 +211,6 @@ impl Trainer {
             num_replicas: mesh.dp.world_size(),
             flops: None,
             evaluation: None,
-            counts_losses: mesh.tp.rank() == 0,
         })
     }
 

@@ -35,6 +35,9 @@ const ALL: &str = "CANDLE_TRAIN_ALL_MEMORY_PLANS";
 /// One in so many otherwise.
 const SAMPLED: usize = 15;
 
+/// What a rank does, and what it holds after that.
+type ByAction = Vec<(String, MemoryReport)>;
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Trained {
     All,
@@ -264,8 +267,8 @@ impl Case {
             .collect()
     }
 
-    /// What each rank is expected to hold.
-    fn planned(&self, offload: &Offload) -> Result<Vec<MemoryPlan>> {
+    /// What each rank is expected to hold, at its peaks and after each thing that it does.
+    fn planned(&self, offload: &Offload) -> Result<Vec<(MemoryPlan, ByAction)>> {
         let vb = self.store()?.builder(self.dtype, &Device::Cpu);
         let config = self.config()?;
         let model = CausalLm::spec(&config, self.degrees, &vb, self.parts()?)?;
@@ -289,9 +292,16 @@ impl Case {
             update: trains.then_some(PlannedUpdate { rule: &rule }),
         };
         let ranks = 0..self.degrees.world_size().unwrap_or(0);
-        ranks
-            .map(|rank| MemoryPlan::new(&model.of_rank(rank), &work))
-            .collect()
+        let planned = ranks.map(|rank| {
+            let rank = model.of_rank(rank);
+            let by_action = if trains {
+                MemoryPlan::by_action(&rank, &work, STEPS)?
+            } else {
+                ByAction::new()
+            };
+            Ok((MemoryPlan::new(&rank, &work)?, by_action))
+        });
+        planned.collect()
     }
 
     /// Micro-batches of an evaluation.
@@ -303,8 +313,8 @@ impl Case {
         }
     }
 
-    /// What each rank has held.
-    fn held(&self, offload: &Offload) -> Result<Vec<MemoryReport>> {
+    /// What each rank has held, at its peaks and, if it trains, after each thing that it did.
+    fn held(&self, offload: &Offload) -> Result<Vec<(MemoryReport, ByAction)>> {
         let num_ranks = self.degrees.world_size().unwrap_or(0);
         threads(num_ranks, |world| {
             let mesh = Mesh::new(world, self.degrees)?;
@@ -316,14 +326,16 @@ impl Case {
             if self.trained == Trained::Nothing {
                 let batches = self.batches(mesh.dp.rank())?.into_iter().map(Ok);
                 Pipeline::new(self.schedule, &mesh).evaluate(&part, batches)?;
-                return Ok(part.params().meter().report());
+                return Ok((part.params().meter().report(), ByAction::new()));
             }
             let mut trainer = Trainer::new(self.train_config(), &mesh, part)?;
+            trainer.part().params().meter().record();
             for step in 0..STEPS {
                 trainer.train_step(&self.batches(step * 8 + mesh.dp.rank())?)?;
             }
+            let by_action = trainer.part().params().meter().recorded();
             trainer.part().params().wait_for_updates()?;
-            Ok(trainer.memory())
+            Ok((trainer.memory(), by_action))
         })
     }
 
@@ -357,6 +369,9 @@ impl Case {
             .unwrap_or_else(|err| panic!("{self:?}: {err}"));
         let mut wrong = Vec::new();
         for (rank, (planned, held)) in planned.iter().zip(&held).enumerate() {
+            let ((planned, planned_actions), (held, held_actions)) = (planned, held);
+            let differs = first_difference(planned_actions, held_actions);
+            wrong.extend(differs.map(|differs| format!("rank {rank}: {differs}: {self:?}")));
             let mut sums = [0; 2];
             for category in MemoryCategory::ALL {
                 let [planned, held] = [planned.report(), *held].map(|it| it.of(category).peak);
@@ -387,6 +402,32 @@ impl Case {
         }
         wrong
     }
+}
+
+/// The first action after which the meter does not have what is planned. What passes keep is measured, not counted, and weights are packed when they
+/// are first multiplied with: of these the peaks are compared.
+fn first_difference(planned: &ByAction, held: &ByAction) -> Option<String> {
+    let of_passes = [MemoryCategory::Activations, MemoryCategory::Packed];
+    let counted = MemoryCategory::ALL.into_iter();
+    let counted: Vec<MemoryCategory> = counted.filter(|it| !of_passes.contains(it)).collect();
+    if planned.len() != held.len() {
+        return Some(format!(
+            "{} actions planned, {} done",
+            planned.len(),
+            held.len()
+        ));
+    }
+    let mut pairs = planned.iter().zip(held).enumerate();
+    pairs.find_map(|(place, ((planned, expected), (done, report)))| {
+        let is = |report: &MemoryReport| -> Vec<u64> {
+            counted.iter().map(|it| report.of(*it).now).collect()
+        };
+        let differs = planned != done || is(expected) != is(report);
+        differs.then(|| {
+            let (expected, is) = (is(expected), is(report));
+            format!("action {place}, {planned} planned and {done} done, of {counted:?} {expected:?} planned, {is:?} held")
+        })
+    })
 }
 
 fn off(planned: u64, held: u64) -> f64 {

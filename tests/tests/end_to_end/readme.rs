@@ -7,9 +7,9 @@ use candle_core::{DType, Device, Error, Module, Result, Shape, Tensor, bail};
 use candle_nn::Init;
 use candle_parallel::checkpoint::{HfSave, sidecar_files};
 use candle_parallel::{
-    AdamWConfig, DistributedOptimizer, Gradients, Loss, ModelPart, Needs, Optimizer, Param,
-    ParamBuilder, ParamGroup, ParamMatrix, ParamSlice, ParamStore, Parameters, Pass, Pipeline,
-    Placement, Shard, UpdateStep, ZeroStage,
+    AdamW, AdamWConfig, DistributedOptimizer, Loss, ModelPart, Needs, Optimizer, Param,
+    ParamBuilder, ParamGroup, ParamMatrix, ParamSlice, ParamStore, Parameters, Pass, Placement,
+    Schedule, Shard, Training, UpdateStep, ZeroStage,
 };
 use candle_train_models::{CausalLm, ModelConfig};
 use candle_trainer::{Batches, Evaluation, TrainConfig, Trainer};
@@ -67,12 +67,13 @@ fn with_fused_weights(
 #[rustfmt::skip]
 #[expect(dead_code, reason = "compiled, not run")]
 fn with_a_loop_of_ones_own(
-    pipeline: &Pipeline, part: ModelPart, micro_batches: Vec<Pass>, mut gradients: Gradients,
-    mut optimizer: DistributedOptimizer, learning_rate: f64,
+    part: ModelPart, mesh: Mesh, micro_batches: Vec<Pass>, held_out: Vec<Pass>, sidecars: Vec<(String, Vec<u8>)>, learning_rate: f64,
 ) -> Result<f64> {
-    pipeline.forward_backward(&part, &micro_batches, &mut gradients)?;
-    let report = optimizer.step(&mut gradients, learning_rate, Some(1.0))?;
-    Ok(report.loss.mean)
+    let mut training = Training::new(part, &mesh, Schedule::OneForwardOneBackward, AdamW::default())?;
+    let report = training.step(&micro_batches, learning_rate, Some(1.0))?;
+    let loss = training.evaluate(held_out.iter().cloned().map(Ok))?.mean();
+    training.save_hf(&HfSave::new("out", sidecars))?;
+    Ok(report.loss.mean + loss)
 }
 
 #[rustfmt::skip]

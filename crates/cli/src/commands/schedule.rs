@@ -3,8 +3,14 @@
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use candle_core::{Error, Result};
-use candle_parallel::{PipelineLayout, Plan, Simulation, StageTimes, Times};
+use candle_comm::{Degrees, ProcessGroup};
+use candle_core::{DType, Device, Error, Result};
+use candle_parallel::{
+    AdamW, DataParallel, ModelSpec, Offload, PackWeights, ParamStore, PipelineLayout, Plan,
+    PlannedPasses, PlannedUpdate, PlannedWork, Recompute, Simulation, StageTimes, Times, ZeroStage,
+    column_parallel_linear, head_block, layer_block, part, vocab_parallel_embedding,
+    vocab_parallel_head,
+};
 use candle_train_run::{ScheduleArgs, comma_list, print_line, print_note, whole};
 use candle_trainer::counted;
 
@@ -40,6 +46,31 @@ pub(crate) struct ScheduleCommand {
     /// Draw it: a picture that ends with .png or .svg
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
+    #[command(flatten)]
+    program: ProgramArgs,
+}
+
+/// All that a rank does in a step of a small model.
+#[derive(Debug, clap::Args)]
+struct ProgramArgs {
+    /// Print everything that a rank does in a step instead, with gathers, sums, norm and update, for a model of small layers
+    #[arg(long, conflicts_with_all = ["csv", "check", "output", "times"])]
+    program: bool,
+    /// Layers of that model, beside its embedding and its head
+    #[arg(long, default_value_t = 4, requires = "program", value_name = "LAYERS", value_parser = whole::<usize>(1..))]
+    layers: usize,
+    /// Replicas
+    #[arg(long, default_value_t = 1, requires = "program", value_name = "REPLICAS", value_parser = whole::<usize>(1..))]
+    dp: usize,
+    /// ZeRO stage, what replicas divide between them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too
+    #[arg(long, default_value_t = 1, requires = "program", value_parser = whole::<u8>(0..=3))]
+    zero: u8,
+    /// Communicate between replicas only while nothing is computed
+    #[arg(long, requires = "program")]
+    no_overlap: bool,
+    /// Which of the --pp x --dp ranks, from 0, the replicas of a stage one after the other
+    #[arg(long, default_value_t = 0, requires = "program", value_name = "RANK")]
+    rank: usize,
 }
 
 /// The value of `--times`.
@@ -69,6 +100,10 @@ impl ScheduleCommand {
     /// # Errors
     /// Numbers that the schedule is not made for, a file that cannot be read or is no schedule, a picture that cannot be drawn.
     pub fn run(&self) -> Result<()> {
+        if self.program.program {
+            print_line(self.program()?.trim_end());
+            return Ok(());
+        }
         let (plan, name) = self.plan()?;
         let times = Times::even(self.times, plan.layout());
         let simulation = plan.simulate(&times)?;
@@ -82,6 +117,67 @@ impl ScheduleCommand {
             false => print_line(self.table(&plan, &simulation, &name).trim_end()),
         }
         Ok(())
+    }
+
+    /// What a rank does in a step of a small model.
+    fn program(&self) -> Result<String> {
+        let ProgramArgs {
+            layers,
+            dp,
+            zero,
+            rank,
+            ..
+        } = self.program;
+        let degrees = Degrees {
+            pp: self.pp,
+            dp,
+            ..Degrees::default()
+        };
+        let num_ranks = self.pp * dp;
+        if rank >= num_ranks {
+            return Err(Error::msg(format!(
+                "--rank is {rank}; expected one of {num_ranks}, from 0"
+            )));
+        }
+        let schedule = self.order.schedule();
+        let ranks = self.order.placement(self.pp)?;
+        let of_stage = |stage| part(layers, stage, ranks.len()).len();
+        let of_stages: Vec<usize> = (0..ranks.len()).map(of_stage).collect();
+        let layout = PipelineLayout::of_layers(&of_stages, &ranks)?;
+        let replicas = DataParallel {
+            overlap: !self.program.no_overlap,
+            ..DataParallel::from(ZeroStage::try_from(zero)?)
+        };
+        let vb = ParamStore::init(0).with_data_parallel(replicas);
+        let vb = vb.builder(DType::F32, &Device::Cpu);
+        let single = ProcessGroup::single(Device::Cpu);
+        let model = ModelSpec::describe(layout, degrees, &vb, |index, vb| {
+            Ok(match index.checked_sub(1) {
+                None => layer_block(vocab_parallel_embedding(256, 64, &single, vb.pp("tokens"))?),
+                Some(layer) if layer < layers => {
+                    let vb = vb.pp("layers").pp(layer);
+                    layer_block(column_parallel_linear(64, 64, false, &single, vb)?)
+                }
+                _ => head_block(vocab_parallel_head(256, 64, &single, vb.pp("head"))?),
+            })
+        })?;
+        let plan = Plan::new(&schedule, model.layout(), self.micro_batches)?;
+        let work = PlannedWork {
+            replicas,
+            offload: &Offload::default(),
+            pack_weights: PackWeights::Off,
+            on_gpu: false,
+            passes: Some(PlannedPasses {
+                plan: &plan,
+                tapes: model.tapes(),
+                recompute: Recompute::None,
+                num_rows: 64,
+            }),
+            update: Some(PlannedUpdate {
+                rule: &AdamW::default(),
+            }),
+        };
+        work.program(&model.of_rank(rank))
     }
 
     fn plan(&self) -> Result<(Plan, String)> {

@@ -11,6 +11,7 @@ use super::reduce::{NUM_COMPARED, Reductions};
 use super::sum_store::SumStore;
 use crate::checksums::{Checksums, Shared};
 use crate::memory::MemoryCategory;
+use crate::offload::Column;
 use crate::params::{FlatBuffer, Parameters};
 use crate::pass::{GradientSink, Occupation, PassReport, Reported, SeenRegions, WeightGrad};
 
@@ -20,11 +21,11 @@ use crate::pass::{GradientSink, Occupation, PassReport, Reported, SeenRegions, W
 /// while the backward passes of earlier blocks run: see [`DataParallel::overlap`](crate::DataParallel::overlap). From
 /// [`ZeroStage::Two`](crate::ZeroStage::Two) on that is done for each micro-batch, and a whole bucket exists only meanwhile.
 pub struct Gradients {
-    pub(super) params: Parameters,
+    pub(crate) params: Parameters,
     pub(super) mesh: Mesh,
     /// Sums over micro-batches: of whole buckets, those of tied parameters once for each stage that uses them, or of this rank's slices.
     pub(super) sums: Arc<SumStore>,
-    /// Whole buckets; `None` while nothing was written to one that is divided, or that is away.
+    /// Whole buckets of those that are divided, while they are written to.
     pub(super) whole: Vec<Option<FlatBuffer>>,
     /// Of each bucket the parameters whose places in it hold a gradient.
     pub(super) filled: Vec<HashSet<usize>>,
@@ -34,12 +35,18 @@ pub struct Gradients {
     pub(super) reductions: Reductions,
     pub(super) loss_scale: f64,
     pub(super) totals: Totals,
+    pub(super) first_steps: FirstSteps,
+    /// Whether ranks that report other numbers were told of.
+    pub(super) has_warned_of_reports: bool,
+}
+
+/// The comparisons of the first steps between tensor-parallel ranks.
+#[derive(Default)]
+pub(super) struct FirstSteps {
     /// What left each block that all tensor-parallel ranks share, in the steps in which it is compared.
     pub(super) borders: Option<Checksums>,
     /// Steps whose borders were compared.
     pub(super) num_compared: usize,
-    /// Whether ranks that report other numbers were told of.
-    pub(super) has_warned_of_reports: bool,
     /// By pass, block and order of the call, the steps in which each rank had the whole of what a region sums; `None`
     /// if one had a summand.
     steps_of_wholes: HashMap<(&'static str, usize, usize), Option<HashSet<usize>>>,
@@ -87,10 +94,11 @@ impl Gradients {
             mesh: mesh.clone(),
             loss_scale: 1.0,
             totals: Totals::default(),
-            borders: (mesh.tp.world_size() > 1).then(Checksums::default),
-            num_compared: 0,
+            first_steps: FirstSteps {
+                borders: (mesh.tp.world_size() > 1).then(Checksums::default),
+                ..FirstSteps::default()
+            },
             has_warned_of_reports: false,
-            steps_of_wholes: HashMap::new(),
         })
     }
 
@@ -131,7 +139,7 @@ impl Gradients {
     /// Notes, in the first steps, what left a block that all tensor-parallel ranks share: so that, if they do not, the block is named, and
     /// not only the parameters before it.
     pub(crate) fn note_border(&mut self, what: Shared, values: &Tensor) -> Result<()> {
-        match &mut self.borders {
+        match &mut self.first_steps.borders {
             None => Ok(()),
             Some(borders) => borders.add(what, borders.len(), values),
         }
@@ -139,7 +147,7 @@ impl Gradients {
 
     /// Whether this step's regions are to be [watched](crate::pass::watched).
     pub(crate) fn watches_regions(&self) -> bool {
-        self.borders.is_some()
+        self.first_steps.borders.is_some()
     }
 
     /// Notes what was seen of regions in a pass of a block, in the first steps.
@@ -151,7 +159,7 @@ impl Gradients {
         (pass, block): (&'static str, usize),
         seen: SeenRegions,
     ) -> Result<()> {
-        let Some(borders) = &mut self.borders else {
+        let Some(borders) = &mut self.first_steps.borders else {
             return Ok(());
         };
         for sum in seen.entered {
@@ -161,13 +169,13 @@ impl Gradients {
             let Some(is_whole) = sum.is_each_the_whole else {
                 continue;
             };
-            let steps = self.steps_of_wholes.entry((pass, block, place));
+            let steps = self.first_steps.steps_of_wholes.entry((pass, block, place));
             let steps = steps.or_insert_with(|| Some(HashSet::new()));
             if !is_whole {
                 *steps = None;
             }
             let Some(steps) = steps else { continue };
-            steps.insert(self.num_compared);
+            steps.insert(self.first_steps.num_compared);
             let num_ranks = self.mesh.tp.world_size();
             if steps.len() == NUM_COMPARED {
                 bail!(
@@ -193,21 +201,46 @@ impl Gradients {
         )
     }
 
-    /// The buffer of a whole bucket, to be written to: made if replicas divide the gradients, fetched if it is away.
-    pub(super) fn whole(&mut self, bucket: usize) -> Result<&FlatBuffer> {
+    /// Makes a whole bucket, to be divided; what is there stays.
+    pub(crate) fn make_whole(&mut self, bucket: usize) -> Result<()> {
+        if self.whole[bucket].is_none() {
+            let len = self.params.layout().gradient_bucket(bucket).len;
+            let zeros = FlatBuffer::zeros(len, self.mesh.world.device())?;
+            let zeros = zeros.counted(self.params.meter(), MemoryCategory::Buffers);
+            self.whole[bucket] = Some(zeros);
+        }
+        Ok(())
+    }
+
+    /// The buffer of a whole bucket, to be written to.
+    fn buffer(&mut self, bucket: usize) -> Result<FlatBuffer> {
         self.reductions.is_settled[bucket] = false;
-        let whole = &mut self.whole[bucket];
-        match whole {
-            Some(flat) => Ok(flat),
-            None if self.params.groups().shards_gradients() => {
-                let len = self.params.layout().gradient_bucket(bucket).len;
-                let zeros = FlatBuffer::zeros(len, self.mesh.world.device())?;
-                Ok(whole.insert(zeros.counted(self.params.meter(), MemoryCategory::Buffers)))
-            }
-            None => {
-                let has_values = !self.filled[bucket].is_empty();
-                Ok(whole.insert(self.sums.take(bucket, has_values)?))
-            }
+        if self.params.groups().shards_gradients() {
+            self.make_whole(bucket)?;
+        }
+        match &self.whole[bucket] {
+            Some(whole) => Ok(whole.clone()),
+            None => self.sum(bucket),
+        }
+    }
+
+    /// Starts to fetch the sum of a bucket.
+    pub(crate) fn fetch_sum(&self, bucket: usize) -> Result<()> {
+        self.begin_sum(bucket);
+        self.sums.column.fetch(bucket)
+    }
+
+    /// The sum of a bucket, to be written to.
+    pub(super) fn sum(&self, bucket: usize) -> Result<FlatBuffer> {
+        self.begin_sum(bucket);
+        self.sums.get(bucket)
+    }
+
+    /// Has nothing read for a sum that has no values of this step: neither this rank's, nor those of others or of earlier passes.
+    fn begin_sum(&self, bucket: usize) {
+        let sums = &self.reductions;
+        if self.filled[bucket].is_empty() && !sums.has_sum[bucket] && !sums.is_settled[bucket] {
+            self.sums.column.blank(bucket);
         }
     }
 
@@ -216,15 +249,13 @@ impl Gradients {
         match &self.whole[bucket] {
             Some(whole) => Ok(Some(whole.clone())),
             None if self.params.groups().shards_gradients() => Ok(None),
-            None => {
-                let has_values = !self.filled[bucket].is_empty();
-                let sum = self.sums.take(bucket, has_values)?;
-                if has_values {
-                    self.sums.put(bucket, sum.clone());
-                }
-                Ok(Some(sum))
-            }
+            None => self.sums.read(bucket).map(Some),
         }
+    }
+
+    /// Where sums are kept between their uses.
+    pub(crate) fn column(&self) -> &Column {
+        &self.sums.column
     }
 
     /// Multiplies the gradient of the loss by `scale`, a power of two, from the next step's passes on. [`Self::reduce`] divides by it.
@@ -239,7 +270,7 @@ impl Gradients {
 
     /// Whether what is written of a bucket is to be whole after one half of a backward pass, as it is divided or goes away then.
     pub(crate) fn come_once(&self) -> bool {
-        self.params.groups().shards_gradients() || self.sums.is_away()
+        self.params.groups().shards_gradients() || self.column().is_away()
     }
 
     /// Adds `grad` to the gradient of parameter `index`, in f32. candle's graph gives gradients in the type of the parameter,
@@ -262,7 +293,7 @@ impl Gradients {
         };
         self.check_not_reduced(bucket, index)?;
         let is_filled = self.filled[bucket].contains(&index);
-        let whole = self.whole(bucket)?;
+        let whole = self.buffer(bucket)?;
         match is_filled {
             false => whole.write(offset, grad)?,
             true => whole.add(offset, grad)?,
@@ -350,19 +381,22 @@ impl Gradients {
     /// Forgets what was accumulated; the buffers stay.
     pub fn clear(&mut self) {
         self.totals = Totals::default();
-        self.borders.iter_mut().for_each(Checksums::clear);
+        self.first_steps
+            .borders
+            .iter_mut()
+            .for_each(Checksums::clear);
         self.reductions.clear();
         self.filled.iter_mut().for_each(HashSet::clear);
         self.has_gradient.fill(false);
         self.whole.fill(None);
-        self.sums.clear();
+        self.sums.column.clear();
     }
 
     fn check_not_reduced(&self, bucket: usize, index: usize) -> Result<()> {
         // Updated weights may still pass through the buffer.
         let block = self.params.layout().gradient_bucket(bucket).block;
         self.params.pending().wait_for_block(block)?;
-        if self.reductions.has_started(bucket) {
+        if self.reductions.has_begun[bucket] {
             bail!(
                 "the gradient of parameter {} is read or written after its reduction over the ranks has begun, which it does when \
                  the blocks that asked for it have computed their gradients for all micro-batches\nhint: a block that uses the parameter asks for it by \
@@ -395,7 +429,7 @@ impl Gradients {
         let bucket = params.layout().of_stage(bucket, stage);
         self.check_not_reduced(bucket, index)?;
         let (len, add) = (weight.elem_count(), self.filled[bucket].contains(&index));
-        grad(&self.whole(bucket)?.view(offset, len)?, add)?;
+        grad(&self.buffer(bucket)?.view(offset, len)?, add)?;
         self.mark_written(bucket, index);
         Ok(())
     }

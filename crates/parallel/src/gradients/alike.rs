@@ -67,15 +67,18 @@ impl Gradients {
         }
         // What has overflowed says nothing.
         let is_finite = squares.is_finite() && loss_sum.is_finite();
-        if let Some(borders) = self.borders.as_ref().filter(|_| is_finite) {
-            if self.num_compared == 0 {
+        if let Some(borders) = self.first_steps.borders.as_ref().filter(|_| is_finite) {
+            if self.first_steps.num_compared == 0 {
                 when = "in the first step";
                 params.check_copies(&self.mesh, when, |index| params.values(index))?;
+                if let Some(sharded) = params.sharded() {
+                    sharded.slices.forget_read();
+                }
             }
             borders.compare(&self.mesh, when)?;
-            self.num_compared += 1;
-            if self.num_compared == NUM_COMPARED {
-                self.borders = None;
+            self.first_steps.num_compared += 1;
+            if self.first_steps.num_compared == NUM_COMPARED {
+                self.first_steps.borders = None;
             }
         }
         if copies != 0.0 {

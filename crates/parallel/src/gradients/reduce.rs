@@ -1,10 +1,10 @@
 //! The reduction of gradients over the ranks of the mesh, bucket by bucket, under the backward pass.
 //!
-//! The order in which a rank starts reductions follows from the layout alone: blocks from the last to the first as their
+//! The order in which a rank starts reductions follows from the layout alone (`program/lower/sums.rs`): blocks from the last to the first as their
 //! backward passes end, then parameters tied across stages, when all passes are over. Whether reductions overlap with the
 //! backward pass changes when they start, not their order, and so no bit.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use candle_comm::ReduceOp;
@@ -20,26 +20,25 @@ use crate::agreement::gather;
 use crate::memory::MemoryCategory;
 use crate::params::{Bucket, FlatBuffer, Parameters, Sharing, Slot};
 use crate::pass::{PipelineRank, Reported};
+use crate::program::SumPlaces;
 
-/// Reductions under way.
+/// The sums of a step over the ranks.
 pub(super) struct Reductions {
-    /// Of whole buckets, one after the last micro-batch.
-    started: Vec<Option<Sum>>,
-    /// Of divided buckets, one after each micro-batch.
-    dividing: VecDeque<(usize, Sum)>,
+    /// Sums under way with their buckets, as they were started.
+    under_way: VecDeque<(usize, Sum)>,
     /// Whether the slice of a divided bucket holds the sum of some micro-batches.
-    has_sum: Vec<bool>,
-    /// Of whole buckets this rank's part of what earlier passes of the step gave, if it was summed before they went on.
+    pub(super) has_sum: Vec<bool>,
+    /// Whether the sum of a whole bucket has begun: nothing can be added to it any more.
+    pub(super) has_begun: Vec<bool>,
+    /// This rank's parts of what earlier passes of the step gave, where that was summed before they went on.
     earlier: Vec<Option<FlatBuffer>>,
-    /// Of each block how many micro-batches it has not computed the gradients of its weights for.
-    owed: HashMap<usize, usize>,
-    /// Of each bucket whether its sum is over all ranks and micro-batches, away, with its squares known.
+    /// Whether the sum of a bucket is over all ranks and micro-batches, with its squares known.
     pub(super) is_settled: Vec<bool>,
-    /// Those of which that is a sum over replicas, to which nothing can be added any more.
-    is_reduced: Vec<bool>,
-    /// Of settled buckets.
+    /// This rank's parts of settled buckets, unless sums are away.
+    own: Vec<Option<FlatBuffer>>,
+    /// Squares of settled buckets.
     squares: Option<Squares>,
-    /// Of each parameter that several tensor-parallel ranks hold, whether the ranks' gradients were seen to be summands.
+    /// Whether the gradients of tensor-parallel ranks were seen to be summands, by parameter.
     is_summand: Vec<bool>,
 }
 
@@ -53,37 +52,28 @@ pub(super) const NUM_SUMS: usize = 8;
 /// Numbers of each rank of a pipeline that come with them.
 const NUM_OF_RANK: usize = 3;
 
-/// Buckets that are whole on this rank while they are summed, at most, if they are divided or away; one more is being written to. One that
-/// several blocks write to is whole from the first write until the backward pass of its first block.
-const MAX_DIVIDING: usize = 1;
-
 impl Reductions {
     pub fn new(num_buckets: usize, num_params: usize) -> Self {
         Self {
-            started: (0..num_buckets).map(|_| None).collect(),
-            dividing: VecDeque::new(),
+            under_way: VecDeque::new(),
             has_sum: vec![false; num_buckets],
+            has_begun: vec![false; num_buckets],
             earlier: vec![None; num_buckets],
-            owed: HashMap::new(),
             is_settled: vec![false; num_buckets],
-            is_reduced: vec![false; num_buckets],
+            own: vec![None; num_buckets],
             squares: None,
             is_summand: vec![false; num_params],
         }
     }
 
-    pub fn has_started(&self, bucket: usize) -> bool {
-        self.started[bucket].is_some() || self.is_reduced[bucket]
-    }
-
-    /// Whether no block owes a bucket anything.
-    fn is_complete(&self, bucket: &Bucket) -> bool {
-        let is_owed = |block: &usize| self.owed.get(block).is_none_or(|owed| *owed > 0);
-        !bucket.blocks.iter().any(is_owed)
+    /// The earliest sum of a bucket that is under way.
+    fn take_sum(&mut self, index: usize) -> Option<Sum> {
+        let place = self.under_way.iter().position(|(of, _)| *of == index)?;
+        Some(self.under_way.remove(place)?.1)
     }
 
     /// Notes the squares of this rank's part of a bucket that is reduced.
-    fn settle(&mut self, params: &Parameters, index: usize, own: &FlatBuffer) -> Result<()> {
+    fn note_squares(&mut self, params: &Parameters, index: usize, own: &FlatBuffer) -> Result<()> {
         let squares = match self.squares.take() {
             Some(squares) => squares,
             None => Squares::new(params)?,
@@ -98,30 +88,23 @@ impl Reductions {
         let is_summand = std::mem::take(&mut self.is_summand);
         *self = Self {
             is_summand,
-            ..Self::new(self.started.len(), 0)
+            ..Self::new(self.has_begun.len(), 0)
         };
     }
 }
 
 impl Gradients {
     /// Begins passes that may follow others of the same step: what is being summed of theirs is kept apart, and they add to nothing.
-    /// Each of `blocks` will be [done](Self::block_done) with `num_micro_batches`.
-    pub(crate) fn begin_passes(
-        &mut self,
-        blocks: impl Iterator<Item = usize>,
-        num_micro_batches: usize,
-    ) -> Result<()> {
-        self.reductions.owed = blocks.map(|block| (block, num_micro_batches)).collect();
+    pub(crate) fn begin_passes(&mut self) -> Result<()> {
         let params = self.params.clone();
         for index in 0..params.layout().num_gradient_buckets() {
-            let own = match self.reductions.started[index].take() {
+            if !std::mem::take(&mut self.reductions.has_begun[index]) {
+                continue;
+            }
+            let own = match self.reductions.take_sum(index) {
                 Some(sum) => sum.finish(params.groups())?,
-                None if std::mem::take(&mut self.reductions.is_reduced[index]) => {
-                    self.sums.own(index)?
-                }
-                None => continue,
+                None => self.sums.own_part(index, self.sums.read(index)?)?,
             };
-            self.reductions.is_settled[index] = false;
             match &self.reductions.earlier[index] {
                 Some(earlier) => earlier.add(0, own.tensor())?,
                 None => {
@@ -132,193 +115,112 @@ impl Gradients {
             }
             self.filled[index].clear();
         }
-        Ok(())
+        while let Some((index, _)) = self.reductions.under_way.front() {
+            self.add_reduced(*index)?;
+        }
+        self.reductions.is_settled.fill(false);
+        let column = self.column();
+        (column.visitors().into_iter()).try_for_each(|index| column.put(index))?;
+        column.forget_read();
+        column.flush()
     }
 
-    /// Tells that a block has computed the gradients of its weights for a micro-batch. From ZeRO-2 on these are summed now; else what no block
-    /// owes anything any more is complete for the step, and its sum begins.
-    pub(crate) fn block_done(&mut self, block: usize) -> Result<()> {
+    /// Where sums are, from which what follows the passes is worked out.
+    pub(crate) fn places(&self) -> SumPlaces {
+        let is_divided = self.params.groups().shards_gradients();
+        let under_way = self.reductions.under_way.iter().map(|(index, _)| *index);
+        let under_way: VecDeque<usize> = under_way.collect();
+        let num_buckets = self.whole.len();
+        let is_started = (0..num_buckets).map(|index| !is_divided && under_way.contains(&index));
+        let is_started: Vec<bool> = is_started.collect();
+        let idle = self.column().visitors().into_iter();
+        SumPlaces {
+            is_whole: self.whole.iter().map(Option::is_some).collect(),
+            is_settled: self.reductions.is_settled.clone(),
+            idle: idle.filter(|index| !is_started[*index]).collect(),
+            dividing: if is_divided {
+                under_way
+            } else {
+                VecDeque::new()
+            },
+            is_started,
+        }
+    }
+
+    /// Starts the sum of a bucket over the data-parallel ranks.
+    pub(crate) fn start_sum(&mut self, index: usize) -> Result<()> {
         let params = self.params.clone();
-        if let Some(owed) = self.reductions.owed.get_mut(&block) {
-            *owed = owed.saturating_sub(1);
-        }
-        let layout = params.layout();
-        if params.groups().shards_gradients() {
-            // Of what several blocks use the first one is the last to add to it.
-            let is_complete =
-                |index: &usize| layout.gradient_bucket(*index).blocks.first() == Some(&block);
-            let mut complete = (0..layout.num_gradient_buckets()).filter(is_complete);
-            return complete.try_for_each(|index| {
-                // Zeros, if nothing was written here: other replicas may have something.
-                self.whole(index)?;
-                self.divide(index)
-            });
-        }
-        if params.data_parallel().overlap && self.mesh.replicas.world_size() > 1 {
-            self.start_complete()?;
-        }
-        match self.sums.is_away() {
-            true => self.put_away(block),
-            false => Ok(()),
-        }
-    }
-
-    /// Starts the reductions of buckets that no block owes anything, in their order, which is the same on every replica, whatever the order of
-    /// the passes.
-    fn start_complete(&mut self) -> Result<()> {
-        let params = self.params.clone();
-        let layout = params.layout();
-        for (index, bucket) in layout.buckets.iter().enumerate() {
-            if bucket.tie.is_some() {
-                continue;
+        let (bucket, groups) = (params.layout().gradient_bucket(index), params.groups());
+        let whole = if groups.shards_gradients() {
+            // Places that were not written to are as they were made, zero.
+            self.filled[index].clear();
+            match self.whole[index].take() {
+                Some(whole) => whole,
+                None => bail!("bucket {index} of gradients is to be divided before it is there"),
             }
-            if !self.reductions.is_complete(bucket) {
-                break;
-            }
-            if !self.reductions.is_settled[index] {
-                self.start_reduction(index)?;
-                self.settle_before(index)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Ends the reduction of all buckets but this one that are under way, if sums are away.
-    fn settle_before(&mut self, last: usize) -> Result<()> {
-        for index in 0..last {
-            if self.sums.is_away() && self.reductions.has_started(index) {
-                self.settle(index)?;
-                self.reductions.is_reduced[index] = true;
-            }
-        }
-        Ok(())
-    }
-
-    /// Ends passes: what is put away is written, so that what this rank holds is what is held of it.
-    pub(crate) fn end_passes(&self) -> Result<()> {
-        self.sums.finish()
-    }
-
-    /// Puts away what a block was the last one to add to in this micro-batch.
-    fn put_away(&mut self, block: usize) -> Result<()> {
-        let params = self.params.clone();
-        let layout = params.layout();
-        for index in 0..layout.num_gradient_buckets() {
-            let is_last = layout.gradient_bucket(index).blocks.first() == Some(&block);
-            if !is_last || self.reductions.has_started(index) {
-                continue;
-            }
-            if let Some(whole) = self.whole[index].take() {
-                self.note_squares(index, &whole)?;
-                self.sums.put(index, whole);
-            }
-        }
-        Ok(())
-    }
-
-    /// Notes the squares of what is here of a bucket if it is complete, and no other rank adds to it: it need not come back for that.
-    fn note_squares(&mut self, index: usize, own: &FlatBuffer) -> Result<()> {
-        let (params, groups) = (&self.params, self.params.groups());
-        let Some(bucket) = params.layout().buckets.get(index) else {
-            return Ok(());
+        } else {
+            self.check_complete(bucket)?;
+            let whole = self.sum(index)?;
+            // Gradients of earlier passes of the step lie in `earlier`.
+            self.write_missing(index, &whole)?;
+            self.reductions.has_begun[index] = true;
+            whole
         };
-        let summing = match groups.shards_gradients() {
-            true => &groups.replicate,
-            false => &self.mesh.replicas,
-        };
-        let is_own = bucket.sharing == Sharing::None && bucket.tie.is_none();
-        if is_own && summing.world_size() == 1 && self.reductions.is_complete(bucket) {
-            self.reductions.settle(params, index, own)?;
-        }
-        Ok(())
-    }
-
-    /// Starts to sum a micro-batch's gradients of a bucket over the ranks that divide it.
-    fn divide(&mut self, index: usize) -> Result<()> {
-        let params = self.params.clone();
-        let bucket = params.layout().gradient_bucket(index);
-        let Some(whole) = self.whole[index].take() else {
-            return Ok(());
-        };
-        // What was not written to is as it was made, zero.
-        self.filled[index].clear();
         let is_summand = &mut self.reductions.is_summand;
         sum_shared_ranges(&params, bucket, &whole, &self.mesh.tp, is_summand)?;
-        let sum = Sum::start(whole, bucket, params.groups(), params.meter())?;
-        self.reductions.dividing.push_back((index, sum));
-        match params.data_parallel().overlap {
-            true => self.finish_dividing(MAX_DIVIDING),
-            false => self.finish_dividing(0),
+        let sum = Sum::start(whole, bucket, groups, params.meter())?;
+        self.reductions.under_way.push_back((index, sum));
+        Ok(())
+    }
+
+    /// Adds to this rank's slice of a bucket what was summed over the ranks first.
+    pub(crate) fn add_reduced(&mut self, index: usize) -> Result<()> {
+        let Some(sum) = self.reductions.take_sum(index) else {
+            bail!("bucket {index} of gradients is not being summed");
+        };
+        let sum = sum.finish(self.params.groups())?;
+        let slice = self.sum(index)?;
+        if std::mem::replace(&mut self.reductions.has_sum[index], true) {
+            slice.add(0, sum.tensor())
+        } else {
+            slice.write(0, sum.tensor())
         }
     }
 
-    /// Adds what was summed over the ranks to the slices, until at most `num_left` sums are under way.
-    fn finish_dividing(&mut self, num_left: usize) -> Result<()> {
-        while self.reductions.dividing.len() > num_left {
-            let Some((index, sum)) = self.reductions.dividing.pop_front() else {
-                break;
-            };
-            let sum = sum.finish(self.params.groups())?;
-            let has_sum = std::mem::replace(&mut self.reductions.has_sum[index], true);
-            let slice = self.sums.take(index, has_sum)?;
-            match has_sum {
-                true => slice.add(0, sum.tensor())?,
-                false => slice.write(0, sum.tensor())?,
-            }
-            drop(sum);
-            let is_last = !self.reductions.dividing.iter().any(|(of, _)| *of == index);
-            if self.sums.is_away() && is_last {
-                self.note_squares(index, &slice)?;
-            }
-            self.sums.put(index, slice);
+    /// Notes the squares of a sum that nothing is added to any more, and that no other rank has a part in.
+    pub(crate) fn square(&mut self, index: usize) -> Result<()> {
+        let own = self.sum(index)?;
+        self.reductions.note_squares(&self.params, index, &own)
+    }
+
+    /// Ends the sum of a bucket over all ranks and, of tied parameters, over the stages that use them.
+    pub(crate) fn settle(&mut self, index: usize) -> Result<()> {
+        let own = self.finish_stages(index)?;
+        // While what was just reduced is in the cache.
+        self.reductions.note_squares(&self.params, index, &own)?;
+        if !self.column().is_away() {
+            self.reductions.own[index] = Some(own);
         }
         Ok(())
     }
 
-    /// Sums the gradients of a step over all ranks, and computes their norm and the loss.
-    ///
-    /// The result is the gradient of the mean of the losses over all targets of the global batch: this is the one place where the sum of
-    /// losses is divided. Norm, loss and number of targets come to the host in one read, for which it waits for a GPU; if tensor-parallel
-    /// ranks hold copies of parameters, the gradients of these are read before, to compare them. The gradients are cleared, also by an
-    /// error; what is returned may share their buffers and must be used before the next backward pass.
-    ///
-    /// # Errors
-    /// A trainable parameter without a gradient, copies of a parameter whose gradients differ, in the first steps also blocks whose
-    /// outputs or gradients differ over tensor-parallel ranks, a global batch without targets, and failures of ranks.
-    pub fn reduce(&mut self) -> Result<ReducedGradients> {
-        self.reduce_for(None)
+    /// An error if a trainable parameter got no gradient in this step.
+    pub(crate) fn check_all_complete(&self) -> Result<()> {
+        let mut buckets = self.params.layout().of_gradients();
+        buckets.try_for_each(|bucket| self.check_complete(bucket))
     }
 
-    /// [`Self::reduce`], for an update about which all ranks must say the same.
-    pub(crate) fn reduce_for(&mut self, update: Option<&UpdateNotice>) -> Result<ReducedGradients> {
-        let reduced = self.sum_and_compare(update);
-        self.clear();
-        reduced
-    }
-
-    fn sum_and_compare(&mut self, update: Option<&UpdateNotice>) -> Result<ReducedGradients> {
-        let params = self.params.clone();
-        let buckets = &params.layout().buckets;
-        let mut reduced = Vec::with_capacity(buckets.len());
-        if params.groups().shards_gradients() {
-            // What was added by hand, not by a backward pass.
-            let num_gradient_buckets = params.layout().num_gradient_buckets();
-            (0..num_gradient_buckets).try_for_each(|index| self.divide(index))?;
-            self.finish_dividing(0)?;
-        }
-        // Without overlap two buckets are under way at a time.
-        for index in 0..=buckets.len() {
-            for stage in params.layout().stages_of(index) {
-                self.start_reduction(stage)?;
+    /// Norm and loss over all ranks, when all sums are over. Every rank must call it.
+    pub(crate) fn norm(&mut self, update: Option<&UpdateNotice>) -> Result<ReducedGradients> {
+        let reduced = if self.column().is_away() {
+            ReducedBuckets::Away(Arc::clone(&self.sums))
+        } else {
+            let own = self.reductions.own.iter_mut();
+            let own = own.take(self.params.layout().buckets.len());
+            match own.map(Option::take).collect::<Option<Vec<_>>>() {
+                Some(own) => ReducedBuckets::Here(own),
+                None => bail!("the norm is asked for before all gradients are summed"),
             }
-            if let Some(earlier) = index.checked_sub(1) {
-                reduced.extend(self.settle(earlier)?);
-            }
-        }
-        self.sums.finish()?;
-        let reduced = match self.sums.is_away() {
-            true => ReducedBuckets::Away(Arc::clone(&self.sums)),
-            false => ReducedBuckets::Here(reduced),
         };
         let squares = match self.reductions.squares.take() {
             Some(squares) => squares.sum()?,
@@ -345,15 +247,16 @@ impl Gradients {
             false => BTreeMap::new(),
         };
         let divisor = num_targets * self.loss_scale;
-        let whole = self.whole.iter();
+        let has_whole = !self.come_once();
+        let whole = (0..self.params.layout().buckets.len()).map(|index| {
+            let whole = has_whole.then(|| self.sums.get(index)).transpose()?;
+            Ok(whole.map(FlatBuffer::into_tensor))
+        });
         Ok(ReducedGradients {
             params: self.params.clone(),
             mesh: self.mesh.clone(),
             buckets: reduced,
-            whole: whole
-                .take(buckets.len())
-                .map(|flat| Some(flat.as_ref()?.tensor().clone()))
-                .collect(),
+            whole: whole.collect::<Result<_>>()?,
             clip: 1.0,
             scale: 1.0 / divisor,
             norm: squares.sqrt() / divisor,
@@ -475,46 +378,6 @@ impl Gradients {
         Ok(all.into_iter().map(|(name, of)| (name, mean(of))).collect())
     }
 
-    /// Starts the reduction of a bucket over the data-parallel ranks, unless that was done; of a divided one it has been.
-    fn start_reduction(&mut self, index: usize) -> Result<()> {
-        let params = self.params.clone();
-        let (bucket, groups) = (params.layout().gradient_bucket(index), params.groups());
-        if self.reductions.has_started(index) {
-            return Ok(());
-        }
-        self.check_complete(bucket)?;
-        if groups.shards_gradients() || self.reductions.is_settled[index] {
-            return Ok(()); // The sum is in the slice, or done.
-        }
-        let whole = self.whole(index)?.clone();
-        // What earlier passes of the step gave to these, and these did not, lies in `earlier`.
-        self.write_missing(index, &whole)?;
-        let is_summand = &mut self.reductions.is_summand;
-        sum_shared_ranges(&params, bucket, &whole, &self.mesh.tp, is_summand)?;
-        let started = Sum::start(whole, bucket, groups, params.meter())?;
-        self.reductions.started[index] = Some(started);
-        Ok(())
-    }
-
-    /// Ends the reduction of a bucket: this rank's part of it, unless that is away.
-    fn settle(&mut self, index: usize) -> Result<Option<FlatBuffer>> {
-        if self.reductions.is_settled[index] {
-            return Ok(None);
-        }
-        let own = self.finish_stages(index)?;
-        // While what was just reduced is in the cache.
-        self.reductions.settle(&self.params, index, &own)?;
-        if !self.sums.is_away() {
-            return Ok(Some(own));
-        }
-        let stages: Vec<usize> = self.params.layout().stages_of(index).collect();
-        let whole = stages.iter().map(|&stage| self.whole[stage].take());
-        let whole: Vec<Option<FlatBuffer>> = whole.collect();
-        let whole = whole.into_iter().next().flatten();
-        self.sums.put(index, whole.unwrap_or(own));
-        Ok(None)
-    }
-
     /// This rank's part of a bucket, summed over all ranks and, of tied parameters, over the stages that use them.
     fn finish_stages(&mut self, index: usize) -> Result<FlatBuffer> {
         let params = self.params.clone();
@@ -538,12 +401,11 @@ impl Gradients {
     fn finish_reduction(&mut self, index: usize) -> Result<FlatBuffer> {
         let params = self.params.clone();
         let groups = params.groups();
-        let own = match self.reductions.started[index].take() {
-            Some(started) => started.finish(groups)?,
+        let own = match self.reductions.take_sum(index) {
+            Some(sum) => sum.finish(groups)?,
             None => {
-                let has_sum = self.reductions.has_sum[index];
-                let slice = self.sums.take(index, has_sum)?;
-                if !has_sum {
+                let slice = self.sum(index)?;
+                if !self.reductions.has_sum[index] {
                     // It has what an earlier step left.
                     slice.write(0, &slice.tensor().zeros_like()?)?;
                 }

@@ -8,6 +8,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::sum_store::SumStore;
 use crate::agreement::Facts;
+use crate::offload::Column;
 use crate::params::{FlatBuffer, Parameters, WrittenWeights};
 use crate::pass::PipelineRank;
 use crate::placement::intersect;
@@ -39,10 +40,19 @@ pub(super) enum ReducedBuckets {
 }
 
 impl ReducedBuckets {
+    /// One to be read; what is away stays here until it is freed.
     pub fn get(&self, index: usize) -> Result<FlatBuffer> {
         match self {
             Self::Here(buckets) => Ok(buckets[index].clone()),
-            Self::Away(sums) => sums.own(index),
+            Self::Away(sums) => sums.own_part(index, sums.get(index)?),
+        }
+    }
+
+    /// The same of one that is looked at once.
+    fn read(&self, index: usize) -> Result<FlatBuffer> {
+        match self {
+            Self::Here(buckets) => Ok(buckets[index].clone()),
+            Self::Away(sums) => sums.own_part(index, sums.read(index)?),
         }
     }
 }
@@ -113,11 +123,11 @@ impl ReducedGradients {
         self.buckets.get(index)
     }
 
-    /// Starts to fetch that, if it is away.
-    pub(crate) fn start_fetch(&self, index: usize) -> Result<()> {
+    /// Where sums are kept, if that is away.
+    pub(crate) fn away(&self) -> Option<&Column> {
         match &self.buckets {
-            ReducedBuckets::Here(_) => Ok(()),
-            ReducedBuckets::Away(sums) => sums.start_fetch(index),
+            ReducedBuckets::Here(_) => None,
+            ReducedBuckets::Away(sums) => Some(&sums.column),
         }
     }
 
@@ -172,7 +182,7 @@ impl ReducedGradients {
     fn first_non_finite(&self) -> Result<Option<String>> {
         let mut first: Option<&str> = None;
         for (index, bucket) in self.params.layout().buckets.iter().enumerate() {
-            let flat = self.bucket(index)?;
+            let flat = self.buckets.read(index)?;
             let own = self.params.groups().own_range(bucket.len);
             for slot in &bucket.slots {
                 let range = intersect(&slot.range, &own);
@@ -200,7 +210,7 @@ impl ReducedGradients {
     pub fn local_gradients(&self) -> Result<BTreeMap<usize, Tensor>> {
         let mut grads = BTreeMap::new();
         for (index, bucket) in self.params.layout().buckets.iter().enumerate() {
-            let flat = self.bucket(index)?;
+            let flat = self.buckets.read(index)?;
             let whole = self.params.groups().shard.all_gather(flat.tensor(), 0)?;
             for slot in &bucket.slots {
                 let grad = whole.narrow(0, slot.range.start, slot.range.len())?;

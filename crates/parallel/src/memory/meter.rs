@@ -1,7 +1,8 @@
 //! Counters of the bytes that a rank holds, now and at their peak.
 
-use std::sync::Arc;
+use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Device, Result};
 
@@ -24,6 +25,8 @@ struct Counters {
     peak_of_passes: AtomicU64,
     /// Whether activations of passes were measured, by whom it may be.
     are_passes_measured: AtomicBool,
+    /// What was held after each action of the lists since that was asked for.
+    recorded: Mutex<Option<Vec<(String, MemoryReport)>>>,
 }
 
 #[derive(Debug, Default)]
@@ -67,6 +70,28 @@ impl MemoryMeter {
             }
         })
         .with_activations(is_counted() || self.0.are_passes_measured.load(Ordering::Relaxed))
+    }
+
+    /// Notes from now on what is held after each thing that the rank does in a step: see [`Self::recorded`].
+    pub fn record(&self) {
+        *self.lock_recorded() = Some(Vec::new());
+    }
+
+    /// What the rank has done since [`Self::record`], and what was held after each.
+    pub fn recorded(&self) -> Vec<(String, MemoryReport)> {
+        self.lock_recorded().take().unwrap_or_default()
+    }
+
+    /// An action has been done.
+    pub(crate) fn note(&self, action: impl Debug) {
+        if let Some(recorded) = &mut *self.lock_recorded() {
+            recorded.push((format!("{action:?}"), self.report()));
+        }
+    }
+
+    fn lock_recorded(&self) -> MutexGuard<'_, Option<Vec<(String, MemoryReport)>>> {
+        let recorded = self.0.recorded.lock();
+        recorded.unwrap_or_else(PoisonError::into_inner)
     }
 
     fn counter(&self, category: MemoryCategory) -> &Counter {

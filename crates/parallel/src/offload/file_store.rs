@@ -56,8 +56,6 @@ struct FileIo {
     asked: VecDeque<usize>,
     /// Items that are here and that nobody has asked for yet, on the host.
     here: HashMap<usize, Fetched>,
-    /// What was taken back last, until another one is asked for.
-    returned: Option<(usize, Fetched)>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -132,7 +130,6 @@ impl FileStore {
                 behind: None,
                 asked: VecDeque::new(),
                 here: HashMap::new(),
-                returned: None,
                 thread: Some(thread),
             }),
         })
@@ -204,7 +201,6 @@ impl Items for FileStore {
 
     fn start_fetch(&self, index: usize) -> Result<()> {
         let mut io = self.io();
-        io.use_returned(index);
         if io.here.contains_key(&index) || io.asked.contains(&index) {
             return Ok(());
         }
@@ -213,7 +209,6 @@ impl Items for FileStore {
 
     fn fetch(&self, index: usize) -> Result<Fetched> {
         let mut io = self.io();
-        io.use_returned(index);
         if !io.here.contains_key(&index) && !io.asked.contains(&index) {
             while !io.asked.is_empty() {
                 self.receive(&mut io)?;
@@ -235,10 +230,6 @@ impl Items for FileStore {
             tensors: tensors.collect::<Result<_>>()?,
             held,
         })
-    }
-
-    fn keep(&self, index: usize, item: Fetched) {
-        self.io().returned = Some((index, item));
     }
 
     fn store(&self, index: usize, item: Fetched) -> Result<()> {
@@ -268,7 +259,6 @@ impl Items for FileStore {
 
     fn forget(&self, index: usize) -> Result<()> {
         let mut io = self.io();
-        io.returned.take_if(|(returned, _)| *returned == index);
         while io.asked.contains(&index) {
             let (other, item) = self.receive(&mut io)?;
             io.here.insert(other, item);
@@ -295,15 +285,6 @@ impl FileIo {
         self.starts.push(start);
         self.kept.items.push(item);
         self.starts.len() - 1
-    }
-
-    /// Frees what was taken back, unless it is this item, which is here then.
-    fn use_returned(&mut self, index: usize) {
-        if let Some((returned, item)) = self.returned.take()
-            && returned == index
-        {
-            self.here.insert(index, item);
-        }
     }
 }
 

@@ -31,8 +31,6 @@ struct HostItems {
     views: HashMap<usize, (usize, Range<usize>)>,
     /// What nobody has asked for yet.
     ahead: HashMap<usize, Moving>,
-    /// What was taken back last, until another one is asked for.
-    returned: Option<(usize, Fetched)>,
     /// On its way to the host.
     behind: Option<Moving>,
 }
@@ -67,7 +65,6 @@ impl HostStore {
                 buffers: all,
                 views: HashMap::new(),
                 ahead: HashMap::new(),
-                returned: None,
                 behind: None,
             }),
             meter: meter.clone(),
@@ -125,9 +122,7 @@ impl Items for HostStore {
 
     fn start_fetch(&self, index: usize) -> Result<()> {
         let mut items = self.items();
-        let is_asked = |(returned, _): &(usize, Fetched)| *returned == index;
-        items.returned = items.returned.take().filter(is_asked);
-        if items.returned.is_none() && !items.ahead.contains_key(&index) {
+        if !items.ahead.contains_key(&index) {
             let moving = self.start(&mut items, index)?;
             items.ahead.insert(index, moving);
         }
@@ -136,11 +131,6 @@ impl Items for HostStore {
 
     fn fetch(&self, index: usize) -> Result<Fetched> {
         let mut items = self.items();
-        if let Some((returned, item)) = items.returned.take()
-            && returned == index
-        {
-            return Ok(item);
-        }
         let Moving { copies, held } = match items.ahead.remove(&index) {
             Some(moving) => moving,
             None => {
@@ -153,14 +143,10 @@ impl Items for HostStore {
         Ok(Fetched { tensors, held })
     }
 
-    fn keep(&self, index: usize, item: Fetched) {
-        self.items().returned = Some((index, item));
-    }
-
     fn store(&self, index: usize, item: Fetched) -> Result<()> {
         let Fetched { tensors, held } = item;
         let mut items = self.items();
-        items.forget(index);
+        items.ahead.remove(&index);
         let stores = tensors.into_iter().zip(&mut items.buffers[index]);
         let stores = stores.map(|(values, buffer)| self.copies.start_store(values, buffer));
         let copies = stores.collect::<Result<_>>()?;
@@ -175,7 +161,7 @@ impl Items for HostStore {
     }
 
     fn forget(&self, index: usize) -> Result<()> {
-        self.items().forget(index);
+        self.items().ahead.remove(&index);
         Ok(())
     }
 }
@@ -184,11 +170,4 @@ impl Items for HostStore {
 fn buffers(copies: &HostCopies, item: &[(usize, DType)]) -> Result<Vec<HostBuffer>> {
     let buffers = item.iter().map(|&(len, dtype)| copies.buffer(len, dtype));
     buffers.collect()
-}
-
-impl HostItems {
-    fn forget(&mut self, index: usize) {
-        self.ahead.remove(&index);
-        self.returned.take_if(|(returned, _)| *returned == index);
-    }
 }

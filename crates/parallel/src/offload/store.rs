@@ -1,6 +1,6 @@
 //! Items of a rank's tensors that are on its device only while they are used.
 
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -59,17 +59,47 @@ pub(crate) struct OffloadStore {
     views: Mutex<Vec<(usize, usize)>>,
 }
 
-/// The items where they are kept; for each method see that of [`OffloadStore`].
-pub(super) trait Items: Send + Sync {
+/// The items where they are kept.
+pub(crate) trait Items: Send + Sync {
+    /// One more item, of flat tensors of these lengths and types, which is to be stored before it is fetched.
+    ///
+    /// # Errors
+    /// Memory or space that is missing.
     fn add(&self, item: Vec<(usize, DType)>) -> Result<usize>;
+
+    /// The values `part` of an item of one tensor, as an item that is fetched and never stored.
     fn view(&self, index: usize, part: Range<usize>) -> usize;
+
+    /// Has an item be of tensors of these lengths and types from now on, which take no more than those it was added for; it is to be stored before
+    /// it is fetched.
+    ///
+    /// # Errors
+    /// Memory that is missing.
     fn refit(&self, index: usize, item: &[(usize, DType)]) -> Result<()>;
+
+    /// Starts to fetch an item, so that [`Self::fetch`] has it sooner.
     fn start_fetch(&self, index: usize) -> Result<()>;
+
+    /// The tensors of an item. Unless it was on its way, what else is waits for nobody any more.
     fn fetch(&self, index: usize) -> Result<Fetched>;
-    fn keep(&self, index: usize, item: Fetched);
+
+    /// Writes an item back, after the return.
     fn store(&self, index: usize, item: Fetched) -> Result<()>;
+
+    /// Waits until a file has what was stored, so that nothing of it is held any more; memory of the host gets it in the order of the GPU's
+    /// work.
     fn finish(&self) -> Result<()>;
+
+    /// Frees what was fetched of an item and not asked for.
     fn forget(&self, index: usize) -> Result<()>;
+}
+
+impl Deref for OffloadStore {
+    type Target = dyn Items;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.items
+    }
 }
 
 impl OffloadStore {
@@ -103,7 +133,7 @@ impl OffloadStore {
         }))
     }
 
-    /// One more item, of flat tensors of these lengths and types, which is to be stored before it is fetched.
+    /// [`Items::add`], which counts.
     ///
     /// # Errors
     /// Memory or space that is missing.
@@ -116,7 +146,7 @@ impl OffloadStore {
         Ok(index)
     }
 
-    /// The values `part` of an item of one tensor, as an item that is fetched and never stored.
+    /// [`Items::view`], of which nothing is kept when the item is stored.
     pub fn view(&self, index: usize, part: Range<usize>) -> usize {
         let item = self.items.view(index, part);
         let mut views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
@@ -124,46 +154,11 @@ impl OffloadStore {
         item
     }
 
-    /// Has an item be of tensors of these lengths and types from now on, which take no more than those it was added for; it is to be stored before
-    /// it is fetched.
-    ///
-    /// # Errors
-    /// Memory that is missing.
-    pub fn refit(&self, index: usize, item: &[(usize, DType)]) -> Result<()> {
-        self.items.refit(index, item)
-    }
-
-    /// Starts to fetch an item, so that [`Self::fetch`] has it sooner.
-    pub fn start_fetch(&self, index: usize) -> Result<()> {
-        self.items.start_fetch(index)
-    }
-
-    /// The tensors of an item. Unless it was on its way, what else is waits for nobody any more.
-    pub fn fetch(&self, index: usize) -> Result<Fetched> {
-        self.items.fetch(index)
-    }
-
-    /// Takes an item back as it was fetched: the next [`Self::fetch`] has it at once.
-    pub fn keep(&self, index: usize, item: Fetched) {
-        self.items.keep(index, item)
-    }
-
-    /// Writes an item back, after the return.
+    /// [`Items::store`].
     pub fn store(&self, index: usize, item: Fetched) -> Result<()> {
         let views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
         let mut views = views.iter().filter(|(of, _)| *of == index);
         views.try_for_each(|(_, part)| self.forget(*part))?;
         self.items.store(index, item)
-    }
-
-    /// Waits until a file has what was stored, so that nothing of it is held any more; memory of the host gets it in the order of the GPU's
-    /// work.
-    pub fn finish(&self) -> Result<()> {
-        self.items.finish()
-    }
-
-    /// Frees what was fetched of an item and not asked for.
-    pub fn forget(&self, index: usize) -> Result<()> {
-        self.items.forget(index)
     }
 }

@@ -70,7 +70,7 @@ impl AdamWConfig {
 }
 
 /// The AdamW rule, one fused pass over each bucket.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct AdamW(pub AdamWConfig);
 
 impl Optimizer for AdamW {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Error, Result, Tensor};
 
 use super::distributed::DistributedOptimizer;
 use super::master_weights::part_of_own;
@@ -14,18 +14,22 @@ use crate::params::Slot;
 use crate::placement::{intersect, offset_by};
 
 impl DistributedOptimizer {
-    /// Updates this rank's part of a bucket's parameters, group by group; the state of the bucket `next` comes meanwhile.
-    pub(super) fn update_bucket(
+    /// Updates the weights that an item of the state is for, group by group, in update `number`.
+    pub(crate) fn update_part(
         &self,
-        index: usize,
-        next: Option<usize>,
+        item: usize,
         reduced: &ReducedGradients,
         number: usize,
         lr: f64,
     ) -> Result<()> {
+        let (index, part) = self.store.part(item);
         let bucket = &self.params.layout().buckets[index];
-        let grad = reduced.bucket(index)?;
-        self.store.update(index, next, |part, state| {
+        let update = || {
+            if let Some(sharded) = self.params.sharded() {
+                // It stays until it is put back.
+                sharded.slices.get(index)?;
+            }
+            let (grad, state) = (reduced.bucket(index)?, self.store.get(item)?);
             for slots in self.rules.by_group(bucket) {
                 let group = slots.first().and_then(|slot| self.rules.group(slot.param));
                 let step = UpdateStep {
@@ -34,9 +38,14 @@ impl DistributedOptimizer {
                     weight_decay: group.and_then(|group| group.weight_decay),
                     grad_scale: reduced.scale(),
                 };
-                self.update_group(index, part, &slots, grad.tensor(), state, &step)?;
+                self.update_group(index, part, &slots, grad.tensor(), &state, &step)?;
             }
             Ok(())
+        };
+        update().map_err(|err: Error| {
+            let first = bucket.slots.first();
+            let name = first.map_or("nothing", |slot| &self.params.get(slot.param).name);
+            err.context(format!("updating the parameters from {name} on"))
         })
     }
 

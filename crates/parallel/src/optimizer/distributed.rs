@@ -20,8 +20,7 @@ use crate::agreement::Facts;
 use crate::gradients::{Gradients, ReducedGradients, ReducedLoss, UpdateNotice};
 use crate::memory::{MemoryCategory, num_bytes};
 use crate::params::{
-    BucketWeights, Claim, FlatBuffer, Parameters, ReplicaGroups, SaveSource, SeenWeights,
-    gather_range, no_values,
+    BucketWeights, Claim, FlatBuffer, Parameters, SaveSource, SeenWeights, gather_range, no_values,
 };
 use crate::pass::PipelineRank;
 use crate::placement::{intersect, offset_by};
@@ -31,7 +30,7 @@ pub struct DistributedOptimizer {
     pub(crate) params: Parameters,
     pub(crate) mesh: Mesh,
     pub(super) rules: Rules,
-    pub(super) store: StateStore,
+    pub(crate) store: StateStore,
     pub(super) num_steps: usize,
     has_diverged: bool,
     pub(super) scaler: Option<LossScaler>,
@@ -45,9 +44,6 @@ pub struct DistributedOptimizer {
 
 /// Weights of which a step sees whether they are what it left: as many in turn, at next to no cost.
 const MAX_SEEN: usize = 1 << 20;
-
-/// Buckets of weights whose whole is on its way at a time with ZeRO-2.
-const MAX_GATHERS: usize = 2;
 
 /// What a step did.
 #[derive(Clone, Debug, PartialEq)]
@@ -345,60 +341,33 @@ impl DistributedOptimizer {
         Ok(report)
     }
 
-    /// Updates the parameters from reduced gradients, and fetches what other replicas updated. With
-    /// [`DataParallel::overlap`](crate::DataParallel::overlap) that goes on after the return: see there who waits for it.
-    ///
-    /// # Errors
-    /// A learning rate that is negative or not finite, before anything is updated. Failures of ranks and memory that is missing, after
-    /// which some parameters are updated and others are not: the run cannot go on.
-    pub fn apply(&mut self, reduced: ReducedGradients, lr: f64) -> Result<()> {
-        if !(lr >= 0.0 && lr.is_finite()) {
-            bail!(
-                "the learning rate is {lr}; expected a finite number >= 0; the weights were not updated"
-            );
-        }
+    /// Before an update.
+    pub(crate) fn begin_update(&self) -> Result<()> {
         self.params.claim_update(&self.claim)?;
-        // Weights that nobody asked for since the last update are still on their way.
+        // Weights that nobody asked for since the last update may be on their way; the list of the update counts them.
         self.params.pending().wait_for_all()?;
         self.follow_set_weights()?;
-        let params = self.params.clone();
-        let layout = params.layout();
-        let number = self.num_steps + 1;
-        for slot in layout.buckets.iter().flat_map(|bucket| &bucket.slots) {
-            params.set_save_source(slot.param, SaveSource::Update);
-        }
-        let groups = params.groups();
-        if let Some(sharded) = params.sharded() {
-            // Nothing that was gathered before the update may be taken for updated.
-            sharded.free_all()?;
-        }
-        let gathers = groups.shard.world_size() > 1 && params.sharded().is_none();
-        let max_gathers = max_gathers(groups);
-        let order = layout.in_forward_order();
-        for (place, &index) in order.iter().enumerate() {
-            let bucket = &layout.buckets[index];
-            let next = order.get(place + 1).copied();
-            for index in [Some(index), next].into_iter().flatten() {
-                reduced.start_fetch(index)?;
-            }
-            let update = || self.update_bucket(index, next, &reduced, number, lr);
-            params.change_weights(index, next, update).map_err(|err| {
-                let first = bucket.slots.first();
-                let name = first.map_or("nothing", |slot| &params.get(slot.param).name);
-                err.context(format!("updating the parameters from {name} on"))
-            })?;
-            if gathers {
-                // Room for the one that comes.
-                let room = max_gathers.saturating_sub(1);
-                params.pending().wait_for_all_but(room)?;
-                let weights = self.bucket_weights(index, &reduced)?;
-                params.pending().gather(weights, &groups.shard)?;
-            }
-            params.pending().wait_for_all_but(max_gathers)?;
-        }
-        self.set_num_steps(number);
-        params.forget_set();
+        self.params.note_write();
+        let slots = self
+            .params
+            .layout()
+            .buckets
+            .iter()
+            .flat_map(|bucket| &bucket.slots);
+        slots.for_each(|slot| self.params.set_save_source(slot.param, SaveSource::Update));
         Ok(())
+    }
+
+    /// After an update.
+    pub(crate) fn end_update(&mut self) {
+        self.set_num_steps(self.num_steps + 1);
+        self.params.forget_set();
+    }
+
+    /// Starts to gather the updated weights of bucket `index`, of which this rank's slice is up to date, for all ranks.
+    pub(crate) fn spread_weights(&self, index: usize, reduced: &ReducedGradients) -> Result<()> {
+        let weights = self.bucket_weights(index, reduced)?;
+        (self.params.pending()).gather(weights, &self.params.groups().shard)
     }
 
     /// A bucket's weights, of which this rank's slice is up to date.
@@ -430,16 +399,6 @@ impl DistributedOptimizer {
     }
 }
 
-/// Buckets of updated weights that may be on their way when an update returns.
-pub(crate) fn max_gathers(groups: &ReplicaGroups) -> usize {
-    // ZeRO-2 has no buffers of whole buckets through which all weights could move at once.
-    match (groups.config.overlap, groups.shards_gradients()) {
-        (false, _) => 0,
-        (true, true) => MAX_GATHERS,
-        (true, false) => usize::MAX,
-    }
-}
-
 /// State of zeros and masters of the weights, where the parameters' store says.
 fn new_store(params: &Parameters, rules: &Rules, mesh: &Mesh) -> Result<StateStore> {
     let (layout, device) = (params.layout(), mesh.world.device());
@@ -452,7 +411,7 @@ fn new_store(params: &Parameters, rules: &Rules, mesh: &Mesh) -> Result<StateSto
             let masters = || master_weights(params, index, part, dtype, device);
             match dtype {
                 // What the weights have of them is a part of the weights.
-                DType::I16 => params.change_weights(index, None, masters),
+                DType::I16 => params.change_weights(index, masters),
                 _ => masters(),
             }
         };

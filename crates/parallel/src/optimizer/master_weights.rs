@@ -130,7 +130,7 @@ impl DistributedOptimizer {
             }
         }
         self.params
-            .change_weights(index, None, || self.store.update(index, None, change))
+            .change_weights(index, || self.store.change(index, change))
     }
 
     /// A part of the bucket with its masters in f32: on the host, if only remainders are kept.

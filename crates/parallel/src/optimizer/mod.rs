@@ -17,9 +17,7 @@ mod state;
 mod state_store;
 mod training_state;
 
-pub(crate) use crate::offload::num_bytes_of;
 pub use adamw::{AdamW, AdamWConfig};
-pub(crate) use distributed::max_gathers;
 pub use distributed::{DistributedOptimizer, StepReport};
 pub use loss_scaling::LossScaling;
 pub use optimizer::{Needs, Optimizer, ParamSlice, SliceWeight, UpdateStep};

@@ -149,7 +149,7 @@ impl DistributedOptimizer {
             };
             match kind.as_str() {
                 MASTER => self.change(index, take)?,
-                _ => self.store.update(index, None, take)?,
+                _ => self.store.change(index, take)?,
             };
         }
         Ok(num_taken)

@@ -5,8 +5,8 @@ use std::ops::Range;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::optimizer::Optimizer;
-use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter};
-use crate::offload::{Kept, OffloadPlace, OffloadStore, num_bytes_of};
+use crate::memory::{MemoryCategory, MemoryMeter};
+use crate::offload::{Column, Kept, OffloadPlace};
 use crate::params::SLICE_ALIGNMENT;
 use crate::placement::intersect;
 
@@ -49,19 +49,11 @@ pub(super) fn master_dtype(
     }
 }
 
-/// A bucket's state for as long as an update or a look at it takes.
-pub(super) struct StateStore {
+/// State and masters, an item for each part of a bucket that is updated at a time.
+pub(crate) struct StateStore {
     shapes: Vec<BucketShape>,
     slices: StateSlices,
-    place: StatePlace,
-}
-
-enum StatePlace {
-    Here {
-        buckets: Vec<BucketState>,
-        _held: MemoryGuard,
-    },
-    Away(Box<OffloadStore>),
+    pub column: Column,
 }
 
 impl BucketShape {
@@ -78,21 +70,12 @@ impl BucketShape {
         })
     }
 
-    /// Lengths and types of the tensors: those of the state, then that of the masters if there are any.
-    pub fn tensors(&self) -> impl Iterator<Item = (usize, DType)> {
-        let kinds = self.kinds.iter().map(|&len| (len, DType::F32));
-        kinds.chain(self.master.map(|dtype| (self.len, dtype)))
-    }
-
-    /// The same of a part that is updated at a time.
+    /// Lengths and types of the tensors of a part that is updated at a time: those of the state, then that of the masters if there are any.
     pub fn tensors_of(&self, part: &Range<usize>) -> Vec<(usize, DType)> {
+        let kinds = self.kinds.iter().map(|&len| (len, DType::F32));
+        let tensors = kinds.chain(self.master.map(|dtype| (self.len, dtype)));
         let len = |len| if self.is_divisible { part.len() } else { len };
-        let tensors = self.tensors();
         tensors.map(|(whole, dtype)| (len(whole), dtype)).collect()
-    }
-
-    pub fn num_bytes(&self) -> usize {
-        num_bytes_of(self.tensors())
     }
 
     /// The tensors of a bucket of this shape by their roles.
@@ -105,20 +88,19 @@ impl BucketShape {
     }
 }
 
-/// The parts of each bucket that are updated at a time, where its state is away: the items that are fetched and stored.
+/// The parts of each bucket that are updated at a time: the items of the optimizer's state, bucket after bucket.
 pub(crate) struct StateSlices {
-    /// Of each bucket.
-    parts: Vec<Vec<Range<usize>>>,
-    /// The first item of each bucket.
-    first: Vec<usize>,
+    /// Buckets and parts of them, by item.
+    items: Vec<(usize, Range<usize>)>,
+    num_parts: Vec<usize>,
 }
 
 impl StateSlices {
     /// Parts of `num_values` or less, of what can be updated in parts.
     pub fn new(shapes: &[BucketShape], num_values: usize) -> Self {
-        let step = num_values.max(1).next_multiple_of(SLICE_ALIGNMENT);
-        let parts = shapes.iter().map(|shape| match shape.is_divisible {
-            true if shape.len > step => {
+        let step = num_values.max(1).checked_next_multiple_of(SLICE_ALIGNMENT);
+        let parts = shapes.iter().map(|shape| match step {
+            Some(step) if shape.is_divisible && shape.len > step => {
                 let starts = (0..shape.len).step_by(step);
                 let parts = starts.map(|start| start..(start + step).min(shape.len));
                 parts.collect()
@@ -126,40 +108,37 @@ impl StateSlices {
             _ => vec![0..shape.len],
         });
         let parts: Vec<Vec<Range<usize>>> = parts.collect();
-        let mut next = 0;
-        let first = parts.iter().map(|parts| {
-            let first = next;
-            next += parts.len();
-            first
-        });
         Self {
-            first: first.collect(),
-            parts,
+            num_parts: parts.iter().map(Vec::len).collect(),
+            items: (parts.into_iter().enumerate())
+                .flat_map(|(index, parts)| parts.into_iter().map(move |part| (index, part)))
+                .collect(),
         }
     }
 
-    /// The parts of bucket `index`, each with its item and the one that is updated after it, if `next` is the bucket after this one.
-    pub fn of(
-        &self,
-        index: usize,
-        next: Option<usize>,
-    ) -> impl Iterator<Item = (usize, Option<usize>, &Range<usize>)> {
-        let (first, last) = (self.first[index], self.parts[index].len() - 1);
-        let next = next.map(|next| self.first[next]);
-        let parts = self.parts[index].iter().enumerate();
-        parts.map(move |(place, part)| {
-            let item = first + place;
-            let next = if place < last { Some(item + 1) } else { next };
-            (item, next, part)
-        })
+    /// In how many parts each bucket is updated.
+    pub fn num_parts(&self) -> &[usize] {
+        &self.num_parts
+    }
+
+    /// The bucket of an item, and which part of it that is.
+    pub fn part(&self, item: usize) -> (usize, &Range<usize>) {
+        let (index, part) = &self.items[item];
+        (*index, part)
+    }
+
+    /// The items of bucket `index`.
+    fn of(&self, index: usize) -> Range<usize> {
+        let first = self.num_parts[..index].iter().sum();
+        first..first + self.num_parts[index]
     }
 
     /// Lengths and types of the tensors of each item.
     pub fn items(&self, shapes: &[BucketShape]) -> Vec<Vec<(usize, DType)>> {
-        let parts = shapes.iter().zip(&self.parts);
-        let items =
-            parts.flat_map(|(shape, parts)| parts.iter().map(|part| shape.tensors_of(part)));
-        items.collect()
+        let items = self.items.iter();
+        items
+            .map(|(index, part)| shapes[*index].tensors_of(part))
+            .collect()
     }
 }
 
@@ -184,37 +163,22 @@ impl StateStore {
         shapes: Vec<BucketShape>,
         mut make: impl FnMut(usize, &Range<usize>) -> Result<BucketState>,
     ) -> Result<Self> {
-        let slices = StateSlices::new(&shapes, update_values);
+        let is_away = place.category().is_some();
+        let slices = StateSlices::new(&shapes, if is_away { update_values } else { usize::MAX });
+        let category = MemoryCategory::Optimizer;
         let kept = Kept {
             what: "the optimizer's state",
-            category: MemoryCategory::Optimizer,
+            category,
             items: slices.items(&shapes),
         };
-        let all = (0..shapes.len()).flat_map(|index| {
-            let parts = slices.of(index, None);
-            parts.map(move |(_, _, part)| (index, part))
-        });
-        let all: Vec<(usize, &Range<usize>)> = all.collect();
         let tensors = |item: usize| {
-            let (index, part) = all[item];
-            Ok(make(index, part)?.tensors().cloned().collect())
-        };
-        let store = OffloadStore::new(place, kept, device, meter, tensors)?;
-        let place = match store {
-            Some(store) => StatePlace::Away(Box::new(store)),
-            None => {
-                let buckets = shapes.iter().enumerate();
-                let buckets = buckets.map(|(index, shape)| make(index, &(0..shape.len)));
-                let buckets = buckets.collect::<Result<_>>()?;
-                let num_bytes = shapes.iter().map(BucketShape::num_bytes).sum();
-                let _held = meter.hold(MemoryCategory::Optimizer, num_bytes);
-                StatePlace::Here { buckets, _held }
-            }
+            let (index, part) = &slices.items[item];
+            Ok(make(*index, part)?.tensors().cloned().collect())
         };
         Ok(Self {
+            column: Column::new(place, kept, category, device, meter, tensors)?,
             shapes,
             slices,
-            place,
         })
     }
 
@@ -223,16 +187,26 @@ impl StateStore {
         &self.shapes[index]
     }
 
-    pub fn is_away(&self) -> bool {
-        matches!(self.place, StatePlace::Away(_))
+    /// In how many parts each bucket is updated.
+    pub fn num_parts(&self) -> &[usize] {
+        self.slices.num_parts()
     }
 
-    /// The parts of bucket `index` that are read or updated at a time: all at once, if nothing is away.
+    /// The parts of bucket `index` that are read or updated at a time.
     pub fn parts(&self, index: usize) -> Vec<Range<usize>> {
-        match &self.place {
-            StatePlace::Here { .. } => vec![0..self.shapes[index].len],
-            StatePlace::Away(_) => self.slices.parts[index].clone(),
-        }
+        let items = self.slices.of(index);
+        items.map(|item| self.part(item).1.clone()).collect()
+    }
+
+    /// [`StateSlices::part`].
+    pub fn part(&self, item: usize) -> (usize, &Range<usize>) {
+        self.slices.part(item)
+    }
+
+    /// The tensors of an item, to be written to.
+    pub fn get(&self, item: usize) -> Result<BucketState> {
+        let (index, _) = self.part(item);
+        Ok(self.shapes[index].assemble(&self.column.get(item)?))
     }
 
     /// Lets `look` read the parts of bucket `index` that have values at `range`; the last one stays in memory until another is asked for.
@@ -242,62 +216,39 @@ impl StateStore {
         range: &Range<usize>,
         mut look: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
     ) -> Result<()> {
-        let shape = &self.shapes[index];
-        let store = match &self.place {
-            StatePlace::Here { buckets, .. } => return look(&(0..shape.len), &buckets[index]),
-            StatePlace::Away(store) => store,
-        };
-        let is_asked = |part: &Range<usize>| !intersect(part, range).is_empty();
-        for (item, after, part) in self.slices.of(index, None) {
-            if !is_asked(part) {
-                continue;
-            }
-            let fetched = store.fetch(item)?;
-            if let Some(after) = after.filter(|_| part.end < range.end) {
-                store.start_fetch(after)?;
-            }
-            let seen = look(part, &shape.assemble(&fetched.tensors));
-            store.keep(item, fetched);
-            seen?;
+        let is_asked = |item: &usize| !intersect(self.part(*item).1, range).is_empty();
+        let mut items = self.slices.of(index).filter(is_asked).peekable();
+        while let Some(item) = items.next() {
+            let (shape, part) = (&self.shapes[index], self.part(item).1);
+            let next = items.peek().copied();
+            (self.column).look(item, next, |tensors| look(part, &shape.assemble(tensors)))?;
         }
         Ok(())
     }
 
     /// Frees what [`Self::read`] left of bucket `index` in memory.
     pub fn forget(&self, index: usize) -> Result<()> {
-        match &self.place {
-            StatePlace::Here { .. } => Ok(()),
-            StatePlace::Away(store) => {
-                let mut items = self.slices.of(index, None);
-                items.try_for_each(|(item, ..)| store.forget(item))
-            }
-        }
+        let mut items = self.slices.of(index);
+        items.try_for_each(|item| self.column.free(item))
     }
 
-    /// Lets `update` write to the tensors of bucket `index`, part by part; what comes next, of this bucket or of `next`, is fetched meanwhile.
-    /// Without a next one all changes are written when this returns.
-    pub fn update(
+    /// Lets `change` write to the tensors of bucket `index`, part by part. All changes are written when this returns.
+    pub fn change(
         &self,
         index: usize,
-        next: Option<usize>,
-        mut update: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
+        mut change: impl FnMut(&Range<usize>, &BucketState) -> Result<()>,
     ) -> Result<()> {
-        let shape = &self.shapes[index];
-        let store = match &self.place {
-            StatePlace::Here { buckets, .. } => return update(&(0..shape.len), &buckets[index]),
-            StatePlace::Away(store) => store,
-        };
-        for (item, after, part) in self.slices.of(index, next) {
-            let fetched = store.fetch(item)?;
-            if let Some(after) = after {
-                store.start_fetch(after)?;
+        for item in self.slices.of(index) {
+            let state = self.get(item)?;
+            if item + 1 < self.slices.of(index).end {
+                self.column.fetch(item + 1)?;
             }
-            update(part, &shape.assemble(&fetched.tensors))?;
-            store.store(item, fetched)?;
+            if let Err(err) = change(self.part(item).1, &state) {
+                self.column.free(item)?;
+                return Err(err);
+            }
+            self.column.put(item)?;
         }
-        match next {
-            Some(_) => Ok(()),
-            None => store.finish(),
-        }
+        self.column.flush()
     }
 }

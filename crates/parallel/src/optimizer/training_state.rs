@@ -57,7 +57,7 @@ impl DistributedOptimizer {
     /// Whether state or weights are not on the device that computes.
     pub(crate) fn is_away(&self) -> bool {
         let weights = self.params.sharded();
-        self.store.is_away() || weights.is_some_and(|weights| weights.is_away())
+        self.store.column.is_away() || weights.is_some_and(|weights| weights.slices.is_away())
     }
 
     /// The parts of what this rank updates of bucket `index` that [`Self::read_bucket`] and [`Self::change_bucket`] go through.

@@ -37,14 +37,6 @@ impl FlatBuffer {
         })
     }
 
-    /// What came from where it was kept, counted as it is there.
-    pub fn fetched(values: Tensor, held: MemoryGuard) -> Self {
-        Self {
-            values,
-            _held: Some(Arc::new(held)),
-        }
-    }
-
     /// A part of the buffer, all of which counts while the part is there.
     pub fn part(&self, range: &Range<usize>) -> Result<Self> {
         Ok(Self {

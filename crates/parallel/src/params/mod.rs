@@ -42,7 +42,7 @@ pub use rank_spec::{HeldParam, RankSpec};
 pub(crate) use released::{is_about_released, move_storage};
 pub(crate) use replica_groups::ReplicaGroups;
 pub(crate) use set_weights::{Claim, SeenWeights, SetValues, WrittenWeights};
-pub(crate) use sharded_weights::is_adopted;
+pub(crate) use sharded_weights::{ShardedWeights, is_adopted};
 pub(crate) use slices::{gather_range, no_values};
 pub use store::ParamStore;
 pub use tiled_weight::TiledWeight;

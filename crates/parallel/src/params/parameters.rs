@@ -378,31 +378,21 @@ impl Parameters {
         sharded.slice(index)?.narrow(0, mine.start, mine.len())
     }
 
-    /// Lets `change` write to what [`Self::own_weights`] gives of bucket `index`, of [`ParamLayout::all`]; that of `next`, which is to be changed after
-    /// it, comes meanwhile if it is not here.
+    /// Notes that weights are written to.
+    pub(crate) fn note_write(&self) {
+        self.set_weights().note_write();
+    }
+
+    /// Lets `change` write to what [`Self::own_weights`] gives of bucket `index`, of [`ParamLayout::all`].
     pub(crate) fn change_weights<T>(
         &self,
         index: usize,
-        next: Option<usize>,
         change: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        self.set_weights().note_write();
+        self.note_write();
         match self.sharded() {
-            Some(sharded) => sharded.change(index, next, change),
+            Some(sharded) => sharded.change(index, change),
             None => change(),
-        }
-    }
-
-    /// Puts the parameters of a block in place for its pass: waits for updates, gathers what replicas divide. The ranks of
-    /// `mesh.replicas` call it in the same order.
-    ///
-    /// # Errors
-    /// Values that were released, and failures of ranks.
-    pub(crate) fn unshard(&self, block: usize) -> Result<()> {
-        self.pending().wait_for_block(block)?;
-        match self.sharded() {
-            Some(sharded) => sharded.unshard(block),
-            None => Ok(()),
         }
     }
 
@@ -414,22 +404,6 @@ impl Parameters {
             true => Ok(()),
             false => param.check_present(),
         })
-    }
-
-    /// Starts to gather what replicas divide of the parameters of a block.
-    pub(crate) fn prefetch(&self, block: usize) -> Result<()> {
-        match self.sharded() {
-            Some(sharded) if self.data_parallel().overlap => sharded.prefetch(block),
-            _ => Ok(()),
-        }
-    }
-
-    /// Frees what was gathered for a block, but for what the block `next` needs too.
-    pub(crate) fn reshard(&self, block: usize, next: Option<usize>) -> Result<()> {
-        match self.sharded() {
-            Some(sharded) => sharded.reshard(block, next),
-            None => Ok(()),
-        }
     }
 
     /// The bytes that this rank holds.
@@ -507,7 +481,7 @@ impl Parameters {
         let values = values.flatten_all()?;
         let values = values.narrow(0, mine.start - slot.range.start, mine.len())?;
         let values = values.contiguous()?;
-        sharded.change(place, None, || {
+        sharded.change(place, || {
             let slice = sharded.slice(place)?;
             slice.slice_set(&values, 0, mine.start - own.start)
         })

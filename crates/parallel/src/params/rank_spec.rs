@@ -7,6 +7,7 @@ use candle_core::{DType, Result, bail};
 use super::layout::{ParamLayout, Sharing};
 use super::param::Param;
 use super::tie::TieSpec;
+use crate::pipeline_layout::PipelineLayout;
 use crate::placement::{Gradient, HeldRange, Indices};
 
 /// What one rank holds of a model: numbers, no values.
@@ -66,6 +67,20 @@ impl RankSpec {
     /// which a backward pass is done with them.
     pub fn num_buckets(&self) -> usize {
         self.layout.all().count()
+    }
+
+    /// Blocks at the beginning of the model in which nothing is trained, if the rank has the first stage: no gradient needs to reach them.
+    /// The head gives the loss, whatever is trained.
+    pub(crate) fn num_frozen(&self, layout: &PipelineLayout) -> usize {
+        let Some(first) = self.stages.iter().find(|blocks| blocks.start == 0) else {
+            return 0;
+        };
+        let is_trained = |block: &usize| {
+            let mut params = self.params.iter();
+            params.any(|param| param.trainable && param.blocks.contains(block))
+        };
+        let num_frozen = first.clone().find(is_trained).unwrap_or(first.end);
+        num_frozen.min(layout.num_blocks() - 1)
     }
 
     /// The names of the parameters of bucket `index` in their order, and the number of its values, of which each replica has an equal slice;

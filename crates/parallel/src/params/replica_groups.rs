@@ -120,6 +120,21 @@ impl ReplicaGroups {
         self.shards_weights() && self.shard.world_size() > 1
     }
 
+    /// Whether other replicas update weights that this rank has whole.
+    pub fn spreads_weights(&self) -> bool {
+        self.shard.world_size() > 1 && !self.shards_weights()
+    }
+
+    /// Buckets of updated weights that may be on their way when an update is over.
+    pub fn max_spreads(&self) -> u32 {
+        match (self.config.overlap, self.shards_gradients()) {
+            (false, _) => 0,
+            // There are no buffers of whole buckets through which all weights could move at once.
+            (true, true) => 2,
+            (true, false) => u32::MAX,
+        }
+    }
+
     /// In what form the gradients of a bucket move; without replicas they do not.
     pub fn reduce_type(&self, bucket: &Bucket) -> ReduceType {
         let is_single = self.shard.world_size() == 1;

@@ -78,7 +78,7 @@ impl Parameters {
                     bucket.dtype.as_str()
                 );
             }
-            self.change_weights(index, None, || {
+            self.change_weights(index, || {
                 for (slot, mine) in bucket.slots_in(range) {
                     let values = slice.narrow(0, mine.start - range.start, mine.len())?;
                     let place = self.own_weights(index, slot, &mine)?;

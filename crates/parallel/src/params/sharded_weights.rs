@@ -14,7 +14,7 @@ use super::param::Param;
 use super::replica_groups::ReplicaGroups;
 use super::slices::{GatheredRange, no_values, start_gather_range, unpacked};
 use crate::memory::{MemoryCategory, MemoryGuard, MemoryMeter, num_bytes};
-use crate::offload::{Fetched, Kept, OffloadPlace, OffloadStore};
+use crate::offload::{Column, Fetched, Kept, OffloadPlace, OffloadStore};
 use crate::placement::{intersect, offset_by, part};
 
 /// The slices of a rank, and what is gathered of the others'.
@@ -27,10 +27,8 @@ pub(crate) struct ShardedWeights {
     overlap: bool,
     /// In the order of [`ParamLayout::all`].
     buckets: Vec<ShardedBucket>,
-    /// The slices, an item for each bucket, if they are not on the device.
-    away: Option<OffloadStore>,
-    /// Buckets that the passes of each block need.
-    of_block: BTreeMap<usize, Vec<usize>>,
+    /// An item for each bucket.
+    pub slices: Column,
     /// Weights that come tile by tile, by name.
     tiled: BTreeMap<String, Tiled>,
 }
@@ -50,8 +48,6 @@ struct WeightTile {
 }
 
 struct ShardedBucket {
-    /// On the device: always, or while it is changed.
-    slice: Mutex<Option<Fetched>>,
     /// The slices of all ranks in the bucket.
     slices: Vec<Range<usize>>,
     params: Vec<(Param, Slot)>,
@@ -75,8 +71,6 @@ pub(crate) fn is_adopted(others: usize, whole: usize) -> bool {
 /// Where a bucket's whole weights are.
 enum Residence {
     Absent,
-    /// The slice comes to the device, or is there.
-    Fetching,
     Gathering(Pending<Tensor>, MemoryGuard),
     Present(MemoryGuard),
 }
@@ -110,67 +104,47 @@ impl ShardedWeights {
             category: MemoryCategory::Gathered,
             items: items.collect(),
         };
-        let away = OffloadStore::new(place, kept, device, meter, |index| {
+        let resident = MemoryCategory::Weights;
+        let slices = Column::new(place, kept, resident, device, meter, |index| {
             Ok(vec![slice(all[index])?])
         })?;
         let sharded = |bucket: &&Bucket| {
-            let here = match &away {
-                Some(_) => None,
-                None => {
-                    let slice = slice(bucket)?;
-                    Some(Fetched {
-                        held: meter.hold(MemoryCategory::Weights, num_bytes(&slice)),
-                        tensors: vec![slice],
-                    })
-                }
-            };
             let slots = bucket.slots.iter().cloned();
             let of_slot = |slot: Slot| (params[slot.param].clone(), slot);
             let moves = groups.shard.world_size() > 1 && groups.config.quantize_weights;
-            Ok(ShardedBucket {
+            ShardedBucket {
                 is_quantized: moves && bucket.sharing == Sharing::None && bucket.dtype != DType::U8,
                 dtype: bucket.dtype,
                 meter: meter.clone(),
-                slice: Mutex::new(here),
                 slices: groups.slices(bucket.len),
                 params: slots.map(of_slot).collect(),
                 state: Mutex::new(Residence::Absent),
                 copy: Mutex::new(None),
-            })
+            }
         };
-        let mut of_block: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         let mut tiled = BTreeMap::new();
         for (index, bucket) in all.iter().enumerate() {
-            for slot in &bucket.slots {
+            for slot in bucket.slots.iter().filter(|_| bucket.is_tiled) {
                 let param = &params[slot.param];
-                if bucket.is_tiled {
-                    let num_rows = param.local_shape().dims().first().copied().unwrap_or(1);
-                    let num_tiles = groups.config.tile_linears.min(num_rows).max(1);
-                    let width = slot.range.len() / num_rows.max(1);
-                    let own = groups.own_range(bucket.len);
-                    let tile = |tile| {
-                        let rows = part(num_rows, tile, num_tiles);
-                        let start = slot.range.start;
-                        let values = start + rows.start * width..start + rows.end * width;
-                        let mine = intersect(&values, &own);
-                        let away = away.as_ref().filter(|_| !mine.is_empty());
-                        WeightTile {
-                            away: away.map(|away| away.view(index, offset_by(&mine, own.start))),
-                            rows,
-                            values,
-                        }
-                    };
-                    let tiles = (0..num_tiles).map(tile).collect();
-                    let bucket = index;
-                    tiled.insert(param.name.clone(), Tiled { bucket, tiles });
-                    continue;
-                }
-                for &block in &param.blocks {
-                    let needed = of_block.entry(block).or_default();
-                    if !needed.contains(&index) {
-                        needed.push(index);
+                let num_rows = param.local_shape().dims().first().copied().unwrap_or(1);
+                let num_tiles = groups.config.tile_linears.min(num_rows).max(1);
+                let width = slot.range.len() / num_rows.max(1);
+                let own = groups.own_range(bucket.len);
+                let tile = |tile| {
+                    let rows = part(num_rows, tile, num_tiles);
+                    let start = slot.range.start;
+                    let values = start + rows.start * width..start + rows.end * width;
+                    let mine = intersect(&values, &own);
+                    let away = slices.away().filter(|_| !mine.is_empty());
+                    WeightTile {
+                        away: away.map(|away| away.view(index, offset_by(&mine, own.start))),
+                        rows,
+                        values,
                     }
-                }
+                };
+                let tiles = (0..num_tiles).map(tile).collect();
+                let bucket = index;
+                tiled.insert(param.name.clone(), Tiled { bucket, tiles });
             }
         }
         Ok(Self {
@@ -179,74 +153,32 @@ impl ShardedWeights {
             secondary: groups.secondary.clone(),
             overlap: groups.config.overlap,
             tiled,
-            buckets: all.iter().map(sharded).collect::<Result<_>>()?,
-            away,
-            of_block,
+            buckets: all.iter().map(sharded).collect(),
+            slices,
         })
     }
 
-    /// This rank's slice of a bucket. What is written to it is lost if it is not on the device, but in [`Self::change`].
+    /// This rank's slice of a bucket. What is written to it is lost if it is not on the device, but in [`Self::change`] and an update.
     pub fn slice(&self, bucket: usize) -> Result<Tensor> {
-        let here = lock(&self.buckets[bucket].slice);
-        let here = here.as_ref().and_then(|slice| slice.tensors.first());
-        match (here, &self.away) {
-            (Some(slice), _) => Ok(slice.clone()),
-            (None, Some(away)) => {
-                let item = away.fetch(bucket)?;
-                let slice = one_of(&item)?;
-                // For what is asked for next, which may lie in it too.
-                away.keep(bucket, item);
-                Ok(slice)
-            }
-            (None, None) => bail!("bucket {bucket} of weights is not on this rank"),
-        }
+        one_of(self.slices.read(bucket)?)
     }
 
-    /// Lets `change` write to what [`Self::slice`] gives of a bucket; the slice of `next`, which is to be changed after it, comes meanwhile.
-    /// Without one all changes are written when this returns.
-    pub fn change<T>(
-        &self,
-        bucket: usize,
-        next: Option<usize>,
-        change: impl FnOnce() -> Result<T>,
-    ) -> Result<T> {
+    /// Lets `change` write to what [`Self::slice`] gives of a bucket.
+    pub fn change<T>(&self, bucket: usize, change: impl FnOnce() -> Result<T>) -> Result<T> {
         // Nothing that was kept before may be taken for changed.
         *lock(&self.buckets[bucket].copy) = None;
-        let Some(away) = &self.away else {
-            return change();
-        };
-        let item = away.fetch(bucket)?;
-        if let Some(next) = next {
-            away.start_fetch(next)?;
+        self.slices.get(bucket)?;
+        match change() {
+            Ok(changed) => {
+                self.slices.put(bucket)?;
+                self.slices.flush()?;
+                Ok(changed)
+            }
+            Err(err) => {
+                self.slices.free(bucket)?;
+                Err(err)
+            }
         }
-        *lock(&self.buckets[bucket].slice) = Some(item);
-        let changed = change();
-        let item = lock(&self.buckets[bucket].slice).take();
-        let changed = changed?;
-        if let Some(item) = item {
-            away.store(bucket, item)?;
-        }
-        match next {
-            Some(_) => Ok(changed),
-            None => away.finish().map(|()| changed),
-        }
-    }
-
-    /// Whether slices are not on the device that computes, but while they are used.
-    pub fn is_away(&self) -> bool {
-        self.away.is_some()
-    }
-
-    /// Frees what [`Self::slice`] left in memory of a bucket that is away.
-    pub fn forget(&self, bucket: usize) -> Result<()> {
-        match &self.away {
-            Some(away) => away.forget(bucket),
-            None => Ok(()),
-        }
-    }
-
-    fn needed(&self, block: usize) -> &[usize] {
-        self.of_block.get(&block).map_or(&[], Vec::as_slice)
     }
 
     /// Whether weight `name` comes tile by tile.
@@ -272,7 +204,7 @@ impl ShardedWeights {
         };
         let (bucket, tile) = (&self.buckets[tiled.bucket], &tiled.tiles[tile]);
         let own_slice = &bucket.slices[self.shard.rank()];
-        let (own, own_start) = match (&self.away, tile.away) {
+        let (own, own_start) = match (self.slices.away(), tile.away) {
             (None, _) => (self.slice(tiled.bucket)?, own_slice.start),
             (Some(_), None) => (
                 no_values(bucket.dtype, self.shard.device())?,
@@ -284,7 +216,7 @@ impl ShardedWeights {
                     return Ok(ComingTile::Fetched(away, item));
                 }
                 let own_start = intersect(&tile.values, own_slice).start;
-                (one_of(&away.fetch(item)?)?, own_start)
+                (one_of(away.fetch(item)?.tensors)?, own_start)
             }
         };
         let values = start_gather_range(
@@ -295,7 +227,7 @@ impl ShardedWeights {
             bucket.is_quantized,
         )?;
         // What was fetched is there until it is sent.
-        let fetched = self.away.as_ref().map_or(0, |_| num_bytes(&own));
+        let fetched = self.slices.away().map_or(0, |_| num_bytes(&own));
         let bytes = values.num_bytes() + fetched;
         Ok(ComingTile::Gathered {
             on_the_way: bucket.meter.hold(MemoryCategory::Gathered, bytes),
@@ -304,86 +236,54 @@ impl ShardedWeights {
         })
     }
 
-    /// Starts to gather what a block needs and what is not here; of what is not on the device, to fetch it. All ranks of the shard group must
-    /// call it.
-    pub fn prefetch(&self, block: usize) -> Result<()> {
-        for &index in self.needed(block) {
-            let bucket = &self.buckets[index];
-            let mut state = lock(&bucket.state);
-            if let Residence::Absent = *state {
-                let copy = lock(&bucket.copy);
-                *state = match (copy.as_ref().zip(self.secondary.as_ref()), &self.away) {
-                    // It is of what may have moved in 8 bits before.
-                    (Some(((copy, _), secondary)), _) => {
-                        bucket.start_gather(copy, secondary, false)?
-                    }
-                    (None, Some(away)) => {
-                        away.start_fetch(index)?;
-                        Residence::Fetching
-                    }
-                    (None, None) => {
-                        let slice = self.slice(index)?;
-                        bucket.start_gather(&slice, &self.shard, bucket.is_quantized)?
-                    }
-                };
-            }
-        }
-        Ok(())
-    }
-
-    /// Puts the weights of a block in their places. All ranks of the shard group must call it.
-    pub fn unshard(&self, block: usize) -> Result<()> {
-        self.prefetch(block)?;
-        let mut needed = self.needed(block).iter();
-        needed.try_for_each(|&index| self.arrive(index))
-    }
-
-    fn arrive(&self, index: usize) -> Result<()> {
+    /// Starts to gather a bucket, from the slices or from the second copy. All ranks that divide that must call it.
+    pub fn gather(&self, index: usize, from_copy: bool) -> Result<()> {
         let bucket = &self.buckets[index];
-        let mut state = lock(&bucket.state);
-        let mut was = std::mem::replace(&mut *state, Residence::Absent);
-        if let (Residence::Fetching, Some(away)) = (&was, &self.away) {
-            let item = away.fetch(index)?;
-            let slice = one_of(&item)?;
-            if self.shard.world_size() == 1 {
-                // It is the whole bucket.
-                let held = bucket.distribute(slice, item.held)?;
-                *state = Residence::Present(held);
-                return Ok(());
+        let copy = lock(&bucket.copy);
+        *lock(&bucket.state) = match (copy.as_ref().zip(self.secondary.as_ref()), from_copy) {
+            // It is of what may have moved in 8 bits before.
+            (Some(((copy, _), secondary)), true) => bucket.start_gather(copy, secondary, false)?,
+            (None, true) => {
+                bail!("this rank has no part of a second copy of bucket {index} of weights")
             }
-            was = bucket.start_gather(&slice, &self.shard, bucket.is_quantized)?;
-        }
-        *state = match was {
-            Residence::Gathering(whole, on_the_way) => {
-                let own = bucket.slices[self.shard.rank()].len();
-                let whole = unpacked(whole.wait()?, own, bucket.dtype)?;
-                if let Some(secondary) = &self.secondary {
-                    bucket.keep_copy(&whole, secondary)?;
-                }
-                Residence::Present(bucket.distribute(whole, on_the_way)?)
+            (_, false) => {
+                let slice = one_of(self.slices.get(index)?)?;
+                let gathering = bucket.start_gather(&slice, &self.shard, bucket.is_quantized)?;
+                self.slices.free(index)?;
+                gathering
             }
-            other => other,
         };
         Ok(())
     }
 
-    /// Frees the weights of a block, but for what `next` needs too.
-    pub fn reshard(&self, block: usize, next: Option<usize>) -> Result<()> {
-        let kept = next.map_or(&[][..], |next| self.needed(next));
-        let mut needed = self.needed(block).iter();
-        needed.try_for_each(|index| match kept.contains(index) {
-            true => Ok(()),
-            false => self.reshard_bucket(*index),
-        })
-    }
-
-    fn reshard_bucket(&self, index: usize) -> Result<()> {
+    /// Puts the weights of a bucket in their places: those that are being gathered, or the slice, if that is all.
+    pub fn arrive(&self, index: usize, keeps_copy: bool) -> Result<()> {
         let bucket = &self.buckets[index];
         let mut state = lock(&bucket.state);
-        match std::mem::replace(&mut *state, Residence::Absent) {
-            Residence::Absent => Ok(()),
-            // What was prefetched for a pass that did not come.
-            Residence::Fetching => (self.away.iter()).try_for_each(|away| away.forget(index)),
+        *state = match std::mem::replace(&mut *state, Residence::Absent) {
+            Residence::Gathering(whole, on_the_way) => {
+                let own = bucket.slices[self.shard.rank()].len();
+                let whole = unpacked(whole.wait()?, own, bucket.dtype)?;
+                if let Some(secondary) = self.secondary.as_ref().filter(|_| keeps_copy) {
+                    bucket.keep_copy(&whole, secondary)?;
+                }
+                Residence::Present(bucket.distribute(whole, on_the_way)?)
+            }
+            Residence::Absent => {
+                let Fetched { tensors, held } = self.slices.take(index)?;
+                Residence::Present(bucket.distribute(one_of(tensors)?, held)?)
+            }
+            present @ Residence::Present(_) => present,
+        };
+        Ok(())
+    }
+
+    /// Frees the weights of a bucket but for the slice.
+    pub fn free(&self, index: usize) -> Result<()> {
+        let bucket = &self.buckets[index];
+        match std::mem::replace(&mut *lock(&bucket.state), Residence::Absent) {
+            Residence::Absent => self.slices.free(index),
+            // Of passes that failed.
             Residence::Gathering(whole, _held) => whole.wait().map(drop),
             Residence::Present(_held) => bucket
                 .params
@@ -395,10 +295,16 @@ impl ShardedWeights {
     /// Frees all weights but the slices.
     pub fn free_all(&self) -> Result<()> {
         for (index, bucket) in self.buckets.iter().enumerate() {
-            self.reshard_bucket(index)?;
+            self.free(index)?;
             *lock(&bucket.copy) = None;
         }
         Ok(())
+    }
+
+    /// Buckets of which this rank has its part of a second copy.
+    pub fn copies(&self) -> Vec<bool> {
+        let buckets = self.buckets.iter();
+        buckets.map(|bucket| lock(&bucket.copy).is_some()).collect()
     }
 }
 
@@ -407,8 +313,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The slice that is an item.
-fn one_of(item: &Fetched) -> Result<Tensor> {
-    match item.tensors.as_slice() {
+fn one_of(tensors: Vec<Tensor>) -> Result<Tensor> {
+    match tensors.as_slice() {
         [slice] => Ok(slice.clone()),
         tensors => bail!("a slice of weights came as {} tensors", tensors.len()),
     }
@@ -430,8 +336,8 @@ impl ComingTile<'_> {
     pub fn wait(self) -> Result<(Tensor, MemoryGuard)> {
         match self {
             Self::Fetched(away, item) => {
-                let item = away.fetch(item)?;
-                Ok((one_of(&item)?, item.held))
+                let Fetched { tensors, held } = away.fetch(item)?;
+                Ok((one_of(tensors)?, held))
             }
             Self::Gathered {
                 values,
@@ -472,16 +378,13 @@ impl ShardedBucket {
         Ok(Residence::Gathering(group.start_all_gather(&sent)?, held))
     }
 
-    /// Keeps this rank's part of the second copy, unless it has it.
+    /// Keeps this rank's part of the second copy.
     fn keep_copy(&self, whole: &Tensor, secondary: &ProcessGroup) -> Result<()> {
-        let mut copy = lock(&self.copy);
-        if copy.is_none() {
-            let len = whole.elem_count() / secondary.world_size();
-            let part = whole.narrow(0, len * secondary.rank(), len)?;
-            let part = part.force_contiguous()?;
-            let held = (self.meter).hold(MemoryCategory::Gathered, num_bytes(&part));
-            *copy = Some((part, held));
-        }
+        let len = whole.elem_count() / secondary.world_size();
+        let part = whole.narrow(0, len * secondary.rank(), len)?;
+        let part = part.force_contiguous()?;
+        let held = (self.meter).hold(MemoryCategory::Gathered, num_bytes(&part));
+        *lock(&self.copy) = Some((part, held));
         Ok(())
     }
 

@@ -1,26 +1,22 @@
 //! A rank's part of a model: its stages, contiguous ranges of blocks, and their parameters.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
-use candle_comm::{Mesh, ProcessGroup, Scope};
+use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 use twox_hash::XxHash64;
 
 use super::block::{Block, Link, plain_head};
 use super::border::{Borders, packed};
 use super::plain::PlainHead;
-use super::stage_block::{SavedBlock, StageBlock};
+use super::stage_block::StageBlock;
 use crate::agreement::Facts;
-use crate::checksums::Shared;
-use crate::gradients::Gradients;
-use crate::layers::Head;
-use crate::offload::Stored;
 use crate::params::{ParamBuilder, Parameters, is_about_released};
-use crate::pass::{
-    Early, InputHalf, Loss, Pass, Recompute, Region, SeenRegions, WeightJobs, watched,
-};
+use crate::pass::{Early, Loss, Pass, Recompute, Region};
 use crate::pipeline_layout::PipelineLayout;
-use crate::schedule::Instruction;
+use crate::program::Program;
+use crate::schedule::Plan;
 
 /// What a rank has of a model: its stages, one or several, in the order of the model, and the parameters of all of them.
 pub struct ModelPart {
@@ -30,15 +26,17 @@ pub struct ModelPart {
     /// What the blocks give, if that is not (b, t, hidden).
     borders: Option<Box<Borders>>,
     /// How tensor-parallel ranks divide the tensors between blocks.
-    pub(super) region: Region,
+    pub(crate) region: Region,
     dtype: DType,
     device: Device,
-    tp: ProcessGroup,
+    pub(super) tp: ProcessGroup,
     params: Parameters,
     /// Passes of blocks since those of a step, or of an evaluation, began.
-    num_passes: AtomicU64,
+    pub(super) num_passes: AtomicU64,
     /// A hash of what is recomputed of each block of the model.
-    pub(super) recompute: u64,
+    pub(crate) recompute: u64,
+    /// What the rank does in the passes of a step, and the plan from which that follows.
+    pub(crate) program: Mutex<Option<(Arc<Plan>, Arc<Program>)>>,
 }
 
 /// A whole model, which gives its loss.
@@ -63,48 +61,6 @@ struct Stage {
     index: usize,
     blocks: Vec<StageBlock>,
 }
-
-/// What the backward pass of a unit needs: what each block of the stage has kept.
-///
-/// The tape carries gradients from one block to the one before it and drops what a block has kept when it is done.
-pub(super) struct StageTape {
-    saved: Vec<SavedBlock>,
-    pass: Pass,
-}
-
-/// What a backward pass gives.
-pub(super) struct StageGrad {
-    /// The gradient of the stage's input; the first stage has none.
-    pub input: Option<Tensor>,
-    /// Of the last stage.
-    pub loss: Option<Loss>,
-    /// The weight half of each block, if it was put off: in the order of the backward pass.
-    pub jobs: StageJobs,
-}
-
-/// The result of a block's pass, and what was watched in it.
-#[derive(Default)]
-struct SeenInPass {
-    /// Collectives of tensor-parallel ranks.
-    num_collectives: u64,
-    /// Its regions, if they were watched.
-    regions: SeenRegions,
-}
-
-/// What of a backward pass is computed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum BackwardHalf {
-    /// Both halves.
-    Whole,
-    /// The input half, and of the weight half these.
-    Input(Early),
-}
-
-/// The weight half of a unit: of each block by its index.
-pub(super) type StageJobs = Vec<(usize, WeightJobs)>;
-
-const FORWARD: &str = "forward pass";
-const BACKWARD: &str = "backward pass";
 
 /// The error of building a block; if it is that of values which are not in memory, why they are not.
 fn about_released_while_building(err: Error) -> Error {
@@ -204,6 +160,7 @@ impl ModelPart {
             params,
             num_passes: AtomicU64::new(0),
             recompute: 0,
+            program: Mutex::default(),
         })
     }
 
@@ -227,7 +184,7 @@ impl ModelPart {
     }
 
     /// Begins the passes of a step or of an evaluation, which all ranks that share a replica begin alike.
-    pub(super) fn begin(&self) {
+    pub(crate) fn begin(&self) {
         self.num_passes.store(0, Ordering::Relaxed);
     }
 
@@ -240,6 +197,7 @@ impl ModelPart {
         for block in blocks.filter(|block| (1..last).contains(&block.index)) {
             block.recompute = of_model[block.index - 1];
         }
+        self.program = Mutex::default();
         // As without this call if nothing is recomputed.
         let is_any = of_model.iter().any(|of_block| *of_block != Recompute::None);
         self.recompute = if is_any {
@@ -304,7 +262,7 @@ impl ModelPart {
     }
 
     /// Shape and type of what a stage gives to the next.
-    pub(super) fn border_of_stage(&self, stage: usize, pass: &Pass) -> Result<(Shape, DType)> {
+    pub(crate) fn border_of_stage(&self, stage: usize, pass: &Pass) -> Result<(Shape, DType)> {
         match self.layout.blocks(stage).last() {
             Some(block) => self.border(block, pass),
             None => bail!("stage {stage} has no blocks"),
@@ -312,7 +270,7 @@ impl ModelPart {
     }
 
     /// An error if a block gives something else than other stages, or its user, expect of it.
-    fn check_border(&self, block: usize, xs: &Tensor, pass: &Pass) -> Result<()> {
+    pub(super) fn check_border(&self, block: usize, xs: &Tensor, pass: &Pass) -> Result<()> {
         let is_of_stage =
             (0..self.layout.num_stages()).any(|stage| self.layout.blocks(stage).end == block + 1);
         if !is_of_stage && self.borders.is_none() {
@@ -340,78 +298,36 @@ impl ModelPart {
         &self.device
     }
 
-    fn stage(&self, index: usize) -> Result<&Stage> {
-        match self.stages.iter().find(|stage| stage.index == index) {
-            Some(stage) => Ok(stage),
-            None => bail!("stage {index} of the pipeline is not on this rank"),
+    pub(super) fn block(&self, index: usize) -> Result<&StageBlock> {
+        let mut blocks = self.stages.iter().flat_map(|stage| &stage.blocks);
+        match blocks.find(|block| block.index == index) {
+            Some(block) => Ok(block),
+            None => bail!("block {index} of the model is not on this rank"),
         }
     }
 
-    /// Runs the blocks of a stage on what the stage before gave (`None` for the first one, which takes the inputs): its output, which the last
-    /// stage has none of, and the tape. `after` is the block that this rank runs next.
-    pub(super) fn forward(
-        &self,
-        stage: usize,
-        mut input: Option<Stored>,
-        pass: Pass,
-        after: Option<usize>,
-        gradients: &mut Gradients,
-    ) -> Result<(Option<Tensor>, StageTape)> {
-        let stage = self.stage(stage)?;
-        let mut saved = Vec::with_capacity(stage.blocks.len());
-        let mut xs = Some(match &input {
-            Some(input) => input.get()?,
-            None => pass.inputs().clone(),
-        });
-        let num_frozen = stage.num_frozen(&self.params);
-        for (position, block) in stage.blocks.iter().enumerate() {
-            let (stored, Some(input)) = (input.take(), xs.take()) else {
-                bail!("a head is followed by another block")
-            };
-            if block.is_head() {
-                // Its weights are needed in the backward pass alone.
-                let kept = block.forward(&input, &pass)?.1;
-                saved.push(kept.put_away(&self.params, stored)?);
-                continue;
-            }
-            let next = stage.blocks.get(position + 1);
-            let next = next.filter(|next| !next.is_head());
-            let next = next.map(|next| next.index).or(after);
-            let watch = gradients.watches_regions();
-            let (result, seen) = self.run(FORWARD, block, next, watch, || {
-                if position < num_frozen {
-                    block.forward_frozen(&input, &pass, gradients)
-                } else {
-                    block.forward(&input, &pass)
-                }
-            });
-            let (output, kept) =
-                result.map_err(|err| self.about_released(err, block, &input, &pass))?;
-            gradients.count_collectives(seen.num_collectives);
-            gradients.note_regions((FORWARD, block.index), seen.regions)?;
-            if let Some(output) = &output {
-                self.check_border(block.index, output, &pass)?;
-                if self.is_shared(output, &pass) {
-                    gradients.note_border(Shared::Output(block.index), output)?;
-                }
-            }
-            xs = output;
-            drop(input);
-            saved.push(kept.put_away(&self.params, stored)?);
-            self.params.meter().count_activations(&self.device)?;
-        }
-        Ok((xs, StageTape { saved, pass }))
+    /// Whether the input half of a block's backward pass computes all gradients of its weights: jobs of what was computed again would keep it, which was
+    /// not kept to save memory.
+    pub(super) fn writes_early(&self, block: usize, early: Early) -> bool {
+        let block = self.block(block);
+        early.large && block.is_ok_and(|block| block.recompute == Recompute::Full)
     }
 
     /// Whether what leaves a block in a pass is what all tensor-parallel ranks share: (b, t, hidden), or the loss. A model
     /// that divides the sequence between its blocks has something else.
-    fn is_shared(&self, values: &Tensor, pass: &Pass) -> bool {
+    pub(super) fn is_shared(&self, values: &Tensor, pass: &Pass) -> bool {
         let dims = pass.dims().ok().filter(|_| !self.region.divides_rows());
         values.rank() == 0 || dims.is_some_and(|(b, t)| values.dims() == [b, t, self.hidden_size])
     }
 
     /// The error of a block's forward pass; if it is that of values which are not in memory, whose they are.
-    fn about_released(&self, err: Error, block: &StageBlock, xs: &Tensor, pass: &Pass) -> Error {
+    pub(super) fn about_released(
+        &self,
+        err: Error,
+        block: &StageBlock,
+        xs: &Tensor,
+        pass: &Pass,
+    ) -> Error {
         if !is_about_released(&err) {
             let has_ids = block.index == 0 || block.is_head();
             return if has_ids { about_types(err, pass) } else { err };
@@ -429,190 +345,6 @@ impl ModelPart {
                 block.index, param.name
             )),
         }
-    }
-
-    /// Does `pass`, which is called `name`, with the parameters of a block in place; meanwhile those of the block `next` come. The result,
-    /// and what was seen of the pass, of its regions if they are to be watched.
-    fn run<T>(
-        &self,
-        name: &'static str,
-        block: &StageBlock,
-        next: Option<usize>,
-        watches_regions: bool,
-        pass: impl FnOnce() -> Result<T>,
-    ) -> (Result<T>, SeenInPass) {
-        let scope = Scope {
-            what: name,
-            block: block.index,
-            number: self.num_passes.fetch_add(1, Ordering::Relaxed),
-        };
-        let mut seen = SeenInPass::default();
-        let result = self.params.unshard(block.index).and_then(|()| {
-            if let Some(next) = next {
-                self.params.prefetch(next)?;
-            }
-            self.params.check_present(&block.params)?;
-            let ((result, regions), num_collectives) =
-                scope.run(&self.tp, || watched(watches_regions, pass));
-            seen = SeenInPass {
-                num_collectives,
-                regions,
-            };
-            let result = result?;
-            self.params.reshard(block.index, next)?;
-            Ok(result)
-        });
-        let result = result.map_err(|err| err.context(format!("{name} of block {}", block.index)));
-        (result, seen)
-    }
-
-    /// Runs the blocks of a stage without keeping anything for a backward pass, but for its head: what that is to be given, if the stage is the
-    /// last one. `observe` gets what each block, by its index, gives. `after` is the block that this rank runs next.
-    pub(super) fn infer(
-        &self,
-        stage: usize,
-        input: Option<Stored>,
-        pass: &Pass,
-        after: Option<usize>,
-        observe: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
-    ) -> Result<Tensor> {
-        let stage = self.stage(stage)?;
-        let mut xs = match input {
-            Some(input) => input.get()?,
-            None => pass.inputs().clone(),
-        };
-        for (position, block) in stage.blocks.iter().enumerate() {
-            if block.is_head() {
-                break;
-            }
-            let next = stage.blocks.get(position + 1);
-            let next = next.map(|next| next.index).or(after);
-            let (output, _) = self.run(FORWARD, block, next, false, || block.infer(&xs, pass));
-            xs = output.map_err(|err| self.about_released(err, block, &xs, pass))?;
-            self.check_border(block.index, &xs, pass)?;
-            observe(block.index, &xs)?;
-        }
-        Ok(xs)
-    }
-
-    /// What `work` gets of the model's head, whose weights are in place; on the rank that has it.
-    pub(super) fn with_head<T>(
-        &self,
-        xs: &Tensor,
-        pass: &Pass,
-        work: impl FnOnce(&dyn Head) -> Result<T>,
-    ) -> Result<T> {
-        let blocks = self.stages.last().map(|stage| stage.blocks.as_slice());
-        let last = blocks.and_then(<[StageBlock]>::last);
-        let Some((block, Link::Head(head))) = last.map(|block| (block, &block.block.link)) else {
-            bail!("the head of the model is not on this rank")
-        };
-        let (result, _) = self.run(FORWARD, block, None, false, || work(head.as_ref()));
-        result.map_err(|err| self.about_released(err, block, xs, pass))
-    }
-
-    /// Runs the backward pass of a unit, from the gradient of the stage's output, which the last stage has none of. The gradients of the
-    /// parameters go to `gradients`, or where `half` puts them off into what is returned. `after` is the block that this rank runs next.
-    pub(super) fn backward(
-        &self,
-        stage: usize,
-        tape: StageTape,
-        upstream: Option<Tensor>,
-        after: Option<usize>,
-        gradients: &mut Gradients,
-        half: BackwardHalf,
-    ) -> Result<StageGrad> {
-        let stage = self.stage(stage)?;
-        let num_frozen = stage.num_frozen(&self.params);
-        let mut grad = StageGrad {
-            input: upstream,
-            loss: None,
-            jobs: Vec::new(),
-        };
-        for (position, saved) in tape.saved.into_iter().enumerate().rev() {
-            let (block, saved) = (&stage.blocks[position], saved.get()?);
-            if let SavedBlock::Frozen = saved {
-                grad.input = None;
-                return Ok(grad);
-            }
-            let of_head = match (&saved, block.is_head()) {
-                (SavedBlock::Input { xs, .. }, true) => Some(xs.get()?),
-                _ => None,
-            };
-            let upstream = grad.input.take();
-            let next = position.checked_sub(1).filter(|&next| next >= num_frozen);
-            let next = next.map(|next| stage.blocks[next].index).or(after);
-            let mut jobs = WeightJobs::new(self.params.sharded().is_none());
-            let watch = gradients.watches_regions();
-            let (result, seen) = self.run(BACKWARD, block, next, watch, || {
-                let (pass, params) = (&tape.pass, &self.params);
-                let mut now = gradients.of_stage(stage.index);
-                let BackwardHalf::Input(early) = half else {
-                    return block.backward(saved, upstream, pass, params, &mut now);
-                };
-                let mut sink = InputHalf {
-                    waiting: &mut jobs,
-                    now: &mut now,
-                    early,
-                    // Jobs of what was computed again would keep it, which was not kept to save memory.
-                    none_waits: early.large && block.recompute == Recompute::Full,
-                };
-                block.backward(saved, upstream, pass, params, &mut sink)
-            });
-            let (input, loss) = match (result, of_head) {
-                (Err(err), Some(xs)) => {
-                    return Err(self.about_released(err, block, &xs, &tape.pass));
-                }
-                (result, _) => result?,
-            };
-            gradients.count_collectives(seen.num_collectives);
-            gradients.note_regions((BACKWARD, block.index), seen.regions)?;
-            if let Some(loss) = loss {
-                gradients.note_border(Shared::Output(block.index), &loss.sum)?;
-                grad.loss = Some(loss);
-            }
-            if let Some(input) = &input
-                && self.is_shared(input, &tape.pass)
-            {
-                gradients.note_border(Shared::InputGrad(block.index), input)?;
-            }
-            grad.input = input;
-            match half {
-                BackwardHalf::Whole => gradients.block_done(block.index)?,
-                _ => grad.jobs.push((block.index, jobs)),
-            }
-            self.params.meter().count_activations(&self.device)?;
-        }
-        Ok(grad)
-    }
-
-    /// The first block whose weights an instruction needs.
-    pub(super) fn first_block(&self, instruction: Instruction) -> Option<usize> {
-        let stage = self.stage(instruction.unit().stage).ok()?;
-        let first = match instruction {
-            Instruction::Forward(_) => stage.blocks.first().filter(|first| !first.is_head()),
-            Instruction::Backward(_) | Instruction::InputGrad(_) => {
-                let num_frozen = stage.num_frozen(&self.params);
-                stage.blocks[num_frozen..].last()
-            }
-            _ => None,
-        };
-        first.map(|first| first.index)
-    }
-
-    /// Runs the weight half of a unit.
-    pub(super) fn weight_half(
-        &self,
-        stage: usize,
-        jobs: StageJobs,
-        gradients: &mut Gradients,
-    ) -> Result<()> {
-        for (block, jobs) in jobs {
-            let run = jobs.run(&mut gradients.of_stage(stage));
-            run.map_err(|err| err.context(format!("gradients of the weights of block {block}")))?;
-            gradients.block_done(block)?;
-        }
-        Ok(())
     }
 }
 
@@ -643,23 +375,5 @@ fn is_about_type(err: &Error) -> bool {
         | Error::UnsupportedDTypeForOp(..)
         | Error::DTypeMismatchBinaryOp { .. } => true,
         _ => false,
-    }
-}
-
-impl Stage {
-    /// Number of blocks, from the first of the model on, before the first one with a trainable parameter: no gradient needs to reach
-    /// them, and the tape has nothing of them. 0 but in the first stage: a later one does not know what those before it train.
-    fn num_frozen(&self, params: &Parameters) -> usize {
-        let is_trained = |block: &&StageBlock| {
-            let mut own = block.params.iter();
-            own.any(|&index| params.get(index).trainable)
-        };
-        match self.index {
-            0 => {
-                let blocks = self.blocks.iter();
-                blocks.take_while(|block| !is_trained(block)).count()
-            }
-            _ => 0,
-        }
     }
 }

@@ -31,6 +31,15 @@ pub trait PlainBlock: Send + Sync {
     fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor>;
 }
 
+impl<F> PlainBlock for F
+where
+    F: Fn(&Tensor, &Pass) -> Result<Tensor> + Send + Sync,
+{
+    fn forward(&self, xs: &Tensor, pass: &Pass) -> Result<Tensor> {
+        self(xs, pass)
+    }
+}
+
 /// The last block of a model in plain candle, which candle differentiates; as for [`PlainBlock`].
 pub trait PlainHead: Send + Sync {
     /// The loss for what the block before gave, in candle's graph.

@@ -16,4 +16,4 @@ pub use instruction::{Instruction, Instructions, Message, Unit};
 pub use plan::Plan;
 pub(crate) use plan::{Link, links};
 pub use schedule::Schedule;
-pub use simulation::{Simulation, StageTimes, Timed, Times};
+pub use simulation::{MoveTimes, Simulation, StageTimes, Timed, Times};

@@ -31,6 +31,22 @@ struct Posted {
     is_recv: bool,
 }
 
+impl Posted {
+    /// The send or receive that an instruction posts, if it does.
+    fn by(instruction: Instruction, layout: &PipelineLayout) -> Option<Self> {
+        let (unit, what, is_recv) = match instruction {
+            Instruction::Send(unit, what) => (Plan::receiver(layout, unit, what)?, what, false),
+            Instruction::Recv(unit, what) => (unit, what, true),
+            _ => return None,
+        };
+        Some(Self {
+            unit,
+            what,
+            is_recv,
+        })
+    }
+}
+
 /// Where a message goes: the ranks of the pipeline that send and receive it, and what it is.
 pub(crate) type Link = (usize, usize, Message);
 
@@ -349,7 +365,7 @@ impl Plan {
             .map(|rank| self.with_messages(rank, ahead))
             .collect();
         let mut next = vec![0; num_ranks];
-        // Of each end of a channel, in the order in which it was asked.
+        // Sends and receives by the end of a channel, in the order in which it was asked.
         let mut queues: HashMap<(usize, C), VecDeque<Posted>> = HashMap::new();
         let mut here: HashSet<(Unit, Message)> = HashSet::new();
         loop {
@@ -357,19 +373,7 @@ impl Plan {
             for (rank, list) in lists.iter().enumerate() {
                 while let Some(&instruction) = list.get(next[rank]) {
                     let unit = instruction.unit();
-                    let asked = match instruction {
-                        Instruction::Send(_, what) => {
-                            Self::receiver(layout, unit, what).map(|to| (to, what, false))
-                        }
-                        Instruction::Recv(_, what) => Some((unit, what, true)),
-                        _ => None,
-                    };
-                    let asked = asked.map(|(unit, what, is_recv)| Posted {
-                        unit,
-                        what,
-                        is_recv,
-                    });
-                    if let Some(asked) = asked {
+                    if let Some(asked) = Posted::by(instruction, layout) {
                         let to = layout.rank_of(asked.unit.stage);
                         let from = Self::source(layout, asked.unit, asked.what).unwrap_or(to);
                         let channel = channel_of((from, to, asked.what));

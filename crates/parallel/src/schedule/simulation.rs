@@ -1,10 +1,8 @@
-//! How long the ranks of a pipeline work and wait, from the times of their passes.
-
-use std::collections::HashMap;
+//! How long the ranks of a pipeline work and wait, from the times of what they do.
 
 use candle_core::{Result, bail};
 
-use super::{Instruction, Plan};
+use super::Instruction;
 use crate::pipeline_layout::PipelineLayout;
 
 /// What a micro-batch takes in a stage, in any unit of time.
@@ -26,6 +24,24 @@ pub struct Times {
     pub stages: Vec<StageTimes>,
     /// From the end of a pass to the moment at which another rank has what it gave.
     pub hop: f64,
+    /// What moves weights, gradients and the optimizer's state.
+    pub moves: MoveTimes,
+}
+
+/// What it takes to move and to update values beside the passes, in the unit of their times: nothing, by default.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct MoveTimes {
+    /// Of each collective of replicas, whatever it moves.
+    pub latency: f64,
+    /// Of a byte that a rank sends to other replicas.
+    pub replica_byte: f64,
+    /// Of a byte that it sends to those with which it divides a second copy of weights.
+    pub copy_byte: f64,
+    /// Of a byte that goes to where values are kept away, or comes from there.
+    pub offload_byte: f64,
+    /// Of a value that is updated.
+    pub update_value: f64,
 }
 
 /// An instruction with its times.
@@ -38,6 +54,8 @@ pub struct Timed {
     pub start: f64,
     /// When it ends.
     pub end: f64,
+    /// How long the rank computes meanwhile; it waits for the rest.
+    pub busy: f64,
 }
 
 /// A step that is not made, but reckoned.
@@ -46,6 +64,8 @@ pub struct Timed {
 pub struct Simulation {
     /// What each rank computes, and when.
     pub ranks: Vec<Vec<Timed>>,
+    /// When the last rank ends its passes.
+    pub passes: f64,
     /// The time of the step: when the last rank ends.
     pub makespan: f64,
 }
@@ -66,10 +86,37 @@ impl Times {
         Self {
             stages: layout.ranks().iter().map(of_stage).collect(),
             hop: 0.0,
+            moves: MoveTimes::default(),
         }
     }
 
-    fn of(&self, instruction: Instruction) -> f64 {
+    /// An error unless there are numbers for each stage of `layout`.
+    pub(crate) fn check(&self, layout: &PipelineLayout) -> Result<()> {
+        if self.stages.len() != layout.num_stages() {
+            bail!(
+                "times of {} stages; expected those of {}",
+                self.stages.len(),
+                layout.num_stages()
+            );
+        }
+        let of_stages = self.stages.iter();
+        let all = of_stages.flat_map(|it| [it.forward, it.input_grad, it.weight_grad]);
+        let MoveTimes {
+            latency,
+            replica_byte,
+            copy_byte,
+            offload_byte,
+            update_value,
+        } = self.moves;
+        let moves = [latency, replica_byte, copy_byte, offload_byte, update_value];
+        let mut all = all.chain([self.hop]).chain(moves);
+        match all.find(|time| !(0.0..f64::INFINITY).contains(time)) {
+            Some(wrong) => bail!("a time of {wrong}; expected 0 or more"),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn of(&self, instruction: Instruction) -> f64 {
         let times = &self.stages[instruction.unit().stage];
         match instruction {
             Instruction::Forward(_) => times.forward,
@@ -81,77 +128,11 @@ impl Times {
     }
 }
 
-impl Plan {
-    /// The step with these times, where each rank begins an instruction as soon as it is free and has what it needs.
-    ///
-    /// # Errors
-    /// Times of another number of stages, or times that are no numbers of 0 or more.
-    pub fn simulate(&self, times: &Times) -> Result<Simulation> {
-        let layout = self.layout();
-        if times.stages.len() != layout.num_stages() {
-            bail!(
-                "times of {} stages; expected those of {}",
-                times.stages.len(),
-                layout.num_stages()
-            );
-        }
-        let of_stages = times.stages.iter();
-        let all = of_stages.flat_map(|it| [it.forward, it.input_grad, it.weight_grad]);
-        if let Some(wrong) = all
-            .chain([times.hop])
-            .find(|time| !(0.0..f64::INFINITY).contains(time))
-        {
-            bail!("a time of {wrong}; expected 0 or more");
-        }
-        let mut ranks: Vec<Vec<Timed>> = vec![Vec::new(); layout.num_ranks()];
-        // When what a unit needs is on its rank.
-        let mut here = HashMap::new();
-        loop {
-            let mut has_moved = false;
-            for (rank, done) in ranks.iter_mut().enumerate() {
-                while let Some(&instruction) = self.ranks()[rank].get(done.len()) {
-                    let unit = instruction.unit();
-                    let needs = instruction
-                        .input()
-                        .filter(|&what| !Self::is_end(layout, unit, what));
-                    let is_free = done.last().map_or(0.0, |timed| timed.end);
-                    let start = match needs.map(|what| here.get(&(unit, what))) {
-                        None => is_free,
-                        Some(Some(at)) => is_free.max(*at),
-                        Some(None) => break,
-                    };
-                    let end = start + times.of(instruction);
-                    done.push(Timed {
-                        instruction,
-                        start,
-                        end,
-                    });
-                    has_moved = true;
-                    if let Some(what) = instruction.input()
-                        && let Some(to) = Self::receiver(layout, unit, what)
-                    {
-                        let is_near = layout.rank_of(to.stage) == rank;
-                        here.insert((to, what), end + if is_near { 0.0 } else { times.hop });
-                    }
-                }
-            }
-            if !has_moved {
-                break;
-            }
-        }
-        let ends = ranks.iter().flatten().map(|timed| timed.end);
-        Ok(Simulation {
-            makespan: ends.fold(0.0, f64::max),
-            ranks,
-        })
-    }
-}
-
 impl Simulation {
     /// How long a rank computes.
     pub fn busy(&self, rank: usize) -> f64 {
         let timed = self.ranks[rank].iter();
-        timed.map(|timed| timed.end - timed.start).sum()
+        timed.map(|timed| timed.busy).sum()
     }
 
     /// The share of the step in which a rank does not compute.

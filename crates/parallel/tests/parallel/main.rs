@@ -46,6 +46,7 @@ mod save_failures;
 mod schedule;
 mod set_weights;
 mod sharded;
+mod simulated;
 mod stage;
 mod tiles;
 mod traffic;

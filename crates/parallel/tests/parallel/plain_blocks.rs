@@ -6,7 +6,7 @@ use candle_comm::{Mesh, ProcessGroup};
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::Init;
 use candle_parallel::{
-    AdamWConfig, Block, DistributedOptimizer, GradientSink, Gradients, Loss, ModelPart,
+    AdamWConfig, Block, DistributedOptimizer, GradientSink, Gradients, Loss, ModelPart, Offload,
     ParamBuilder, ParamStore, Pass, Pipeline, PlainBlock, PlainHead, Recompute, Schedule, Shard,
     WEIGHT_INIT, WeightGrad, ZeroStage, column_parallel_linear, head_block, layer_block, pack,
     plain_block, plain_head, regions, row_parallel_linear, unpack, vocab_parallel_embedding,
@@ -343,9 +343,16 @@ fn a_weight_that_is_used_at_times_may_get_no_gradient_and_an_empty_part_needs_no
 /// A weight that only some micro-batches of the first step use, and none of later ones: what was left of a step counts in no other.
 #[test]
 fn a_weight_that_few_micro_batches_use_has_their_gradients_alone() {
-    let run = |layout, zero| {
+    let dir = tempfile::tempdir().unwrap();
+    let away = Offload {
+        gradients: true,
+        ..Offload::default()
+    };
+    let away = away.in_dir(dir.path());
+    let run = |layout, zero, offload: &Offload| {
         let all = on_mesh(layout, |mesh: Mesh| {
             let store = ParamStore::init(5).with_data_parallel(zero);
+            let store = store.with_offload(offload.clone());
             let part = part(&mesh, &store, |vb| {
                 let scale = vb.used_at_times().get(HIDDEN, "scale", Init::Const(1.1))?;
                 Ok(with(move |xs, pass| {
@@ -360,14 +367,19 @@ fn a_weight_that_few_micro_batches_use_has_their_gradients_alone() {
         });
         all.into_iter().next().unwrap().0
     };
-    let one = run((1, 1, 1), ZeroStage::Zero);
+    let here = Offload::default();
+    let one = run((1, 1, 1), ZeroStage::Zero, &here);
     assert!(one["middle.scale"].iter().all(|value| *value != 1.1));
     for zero in ZERO_STAGES {
-        for layout in [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 2, 2)] {
-            let got = run(layout, zero);
+        let layouts = [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 2, 2)];
+        for (layout, offload) in layouts
+            .iter()
+            .flat_map(|layout| [(*layout, &here), (*layout, &away)])
+        {
+            let got = run(layout, zero, offload);
             let tensor = |values: &[f32]| Tensor::new(values, &Device::Cpu).unwrap();
             for (name, want) in &one {
-                let what = format!("{layout:?} {zero:?} {name}");
+                let what = format!("{layout:?} {zero:?} {offload:?} {name}");
                 assert_close(&what, &tensor(&got[name]), &tensor(want));
             }
         }

@@ -118,12 +118,8 @@ impl LayoutArgs {
     /// How data-parallel replicas work together.
     pub fn data_parallel(&self) -> DataParallel {
         DataParallel {
-            zero: match self.zero {
-                0 => ZeroStage::Zero,
-                1 => ZeroStage::One,
-                2 => ZeroStage::Two,
-                _ => ZeroStage::Three,
-            },
+            // The flag takes no other number.
+            zero: ZeroStage::try_from(self.zero).unwrap_or(ZeroStage::Three),
             zero_group: self.zero_group,
             zero_secondary: self.zero_secondary,
             reduce: match self.quantize_gradients {

@@ -4,7 +4,6 @@ use std::time::Instant;
 
 use candle_comm::trace::{self, SpanKind};
 use candle_core::Result;
-use candle_parallel::{EvalSums, gather};
 
 use super::Trainer;
 use crate::evaluation::EvalMetrics;
@@ -27,14 +26,8 @@ impl Trainer {
         let start = Instant::now();
         self.world.set_step(self.step, "evaluation");
         let batches = (evaluation.batches)();
-        let mut own = self.pipeline.evaluate(&self.part, batches)?;
-        if !self.counts_losses {
-            own = EvalSums::default();
-        }
-        let all: Vec<EvalSums> = gather(&self.world, &own)?;
-        let all = all
-            .into_iter()
-            .fold(EvalSums::default(), |all, of_rank| all + of_rank);
+        let own = self.pipeline.evaluate(&self.part, batches)?;
+        let all = own.of_all(&self.mesh)?;
         let num_targets = all.num_targets;
         let loss = all.loss() / num_targets;
         evaluation.history.add(loss, self.step);

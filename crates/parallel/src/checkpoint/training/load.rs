@@ -137,7 +137,7 @@ impl TrainingCheckpoint {
         if !of_bucket.iter().any(has_weights) {
             return Ok(());
         }
-        params.change_weights(bucket, None, || {
+        params.change_weights(bucket, || {
             for own in of_bucket {
                 let piece = own.view.clone();
                 if let Some(values) = self.weights(params, own.param, &piece)? {

@@ -144,7 +144,7 @@ impl RankTensors {
                     .try_for_each(|tensor| see(tensor, tensor.own.weights(params)?)),
             };
             if let Some(sharded) = params.sharded() {
-                sharded.forget(bucket)?;
+                sharded.slices.free(bucket)?;
             }
             read?;
             if let Some(tensor) = left.first().filter(|_| is_trained) {

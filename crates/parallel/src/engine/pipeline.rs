@@ -10,12 +10,14 @@ use candle_core::{Result, bail};
 use candle_ops::Stopwatch;
 
 use super::channels::Channels;
+use super::executor::Executor;
 use super::input_check::{HowRun, InputCheck};
-use super::model_part::{BackwardHalf, ModelPart};
 use super::units::Units;
 use crate::gradients::Gradients;
 use crate::pass::{ContextRank, Occupation, Pass, PassReport};
+use crate::pipeline::ModelPart;
 use crate::pipeline_layout::PipelineLayout;
+use crate::program::{Lowering, Passes, Program, Setup};
 use crate::schedule::{Instruction, Instructions, Plan};
 
 /// Interprets a [schedule](Instructions) over the ranks of a pipeline group. Without a pipeline the group has one rank.
@@ -66,6 +68,7 @@ impl Pipeline {
     pub fn with_prefetch(self, num: usize) -> Self {
         Self {
             prefetch: num,
+            plan: Mutex::default(),
             ..self
         }
     }
@@ -172,39 +175,44 @@ impl Pipeline {
         self.channels(part)?.check()?;
         check_have_rows(micro_batches)?;
         let plan = self.plan(part.layout(), micro_batches.len());
+        let known = plan.as_ref().ok();
+        let program = known.map(|plan| self.program(part, plan, gradients));
+        let mut compared = Ok(());
         if let Some(check) = &self.input_check {
             let groups = params.groups();
             let counts_are_equal = groups.shards_gradients() || groups.gathers_weights();
             let how = HowRun {
-                schedule: plan.as_ref().map_or(0, |plan| plan.condensed()),
+                schedule: known.map_or(0, |plan| plan.condensed()),
+                collectives: (program.as_ref().and_then(|program| program.as_ref().ok()))
+                    .map_or(0, |program| program.condensed()),
                 recompute: part.recompute,
             };
-            check.run(micro_batches, how, counts_are_equal)?;
+            compared = check.run(micro_batches, how, counts_are_equal);
         }
+        // What is wrong here comes before what the others see of it.
+        let program = program.transpose()?.unwrap_or_default();
+        compared?;
         let plan = plan?;
         let start = Instant::now();
-        gradients.begin_passes(part.block_indices(), micro_batches.len())?;
+        gradients.begin_passes()?;
         part.begin();
         let _in_passes = params.packed().in_passes();
         params.meter().begin_passes(part.device())?;
-        if let Some(sharded) = params.sharded() {
-            // What a step that failed has left.
-            sharded.free_all()?;
-        }
         let step = params.num_updates().load(Ordering::Relaxed);
         let (scale, seed) = (gradients.loss_scale(), params.seed());
         let passes = micro_batches.iter();
         let training = |pass: &Pass| pass.training(scale, step, seed, &part.region);
         let passes = passes.map(|pass| training(pass).cut(&self.cp));
         let passes: Vec<Pass> = passes.collect::<Result<_>>()?;
-        let half = BackwardHalf::Input(plan.early(gradients.come_once()));
-        let mut units = Units::new(self, part, &passes, half)?;
-        self.by_stopwatch(ALL_PASSES, || {
-            let mut instructions = self.instructions(part, &plan).into_iter();
-            instructions
-                .try_for_each(|(instruction, next)| units.train(instruction, next, gradients))
-        })?;
-        let mut report = units.finish()?;
+        let early = plan.early(gradients.come_once());
+        let mut executor = Executor {
+            units: Some(Units::new(self, part, &passes, early, None)?),
+            gradients: Some(&mut *gradients),
+            ..Executor::new(params)
+        };
+        self.by_stopwatch(ALL_PASSES, || executor.run(&program))?;
+        let units = executor.units.take();
+        let mut report = units.map(Units::finish).transpose()?.unwrap_or_default();
         report.passes_secs = start.elapsed().as_secs_f64();
         report.context = work_of_ranks(&passes)?;
         report.occupation = match part.device().is_cpu() {
@@ -214,7 +222,6 @@ impl Pipeline {
             }),
             false => self.occupation().take(),
         };
-        gradients.end_passes()?;
         params.meter().end_passes(part.device())?;
         gradients.add_passes(&report)?;
         Ok(report)
@@ -236,22 +243,33 @@ impl Pipeline {
         Ok(plan.insert(Arc::new(made)).clone())
     }
 
-    /// What this rank does, and after each instruction the block whose weights it needs next.
-    pub(super) fn instructions(
+    /// What this rank does in the passes of a step.
+    fn program(
         &self,
         part: &ModelPart,
-        plan: &Plan,
-    ) -> Vec<(Instruction, Option<usize>)> {
-        let list = plan.with_messages(self.pp.rank(), self.prefetch);
-        let mut next = None;
-        let list = list.into_iter().rev().map(|instruction| {
-            let after = next;
-            next = part.first_block(instruction).or(next);
-            (instruction, after)
-        });
-        let mut list: Vec<_> = list.collect();
-        list.reverse();
-        list
+        plan: &Arc<Plan>,
+        gradients: &Gradients,
+    ) -> Result<Arc<Program>> {
+        let known = part.program.lock();
+        let mut known = known.unwrap_or_else(PoisonError::into_inner);
+        if let Some((of, program)) = &*known
+            && Arc::ptr_eq(of, plan)
+        {
+            return Ok(program.clone());
+        }
+        let setup = Setup::of_rank(part.params(), gradients.column().is_away());
+        let program = Arc::new(Lowering::new(setup).passes(&Passes {
+            plan,
+            list: &self.list(plan),
+            trains: true,
+        })?);
+        *known = Some((plan.clone(), program.clone()));
+        Ok(program)
+    }
+
+    /// What this rank computes, and its messages.
+    pub(super) fn list(&self, plan: &Plan) -> Vec<Instruction> {
+        plan.with_messages(self.pp.rank(), self.prefetch)
     }
 }
 

@@ -3,7 +3,7 @@
 //!
 //! Tensor-parallel ranks with different tokens train on sums that mean nothing, without a word; stages, and replicas under ZeRO-2
 //! and 3, with different numbers of micro-batches or other schedules wait for each other until the deadline. So what
-//! ranks have is compared before each step's passes, by one sum of two numbers, for which the host waits for a GPU:
+//! ranks have, and in which order they are to make their collectives, is compared before each step's passes, by one sum of three numbers, for which the host waits for a GPU:
 //! ranks that wait for each other would not come to the sum at the end of the step.
 
 use std::hash::Hasher;
@@ -22,6 +22,8 @@ pub(super) struct HowRun {
     pub schedule: u64,
     /// The recomputation of each block of the model.
     pub recompute: u64,
+    /// The collectives that this rank makes in the passes, in their order.
+    pub collectives: u64,
 }
 
 /// Compares, before each step's passes, what the ranks of each replica are given.
@@ -65,13 +67,28 @@ impl InputCheck {
         let own = [
             zero.affine(0.0, over_replica.summand(hasher.finish()))?,
             zero.affine(0.0, over_world.summand(count))?,
+            zero.affine(0.0, self.collectives(how, counts_are_equal))?,
         ];
         let own = Tensor::cat(&own, 0)?;
         let sums = world.all_reduce(&own, ReduceOp::Sum)?.to_vec1::<f64>()?;
-        match sums.iter().all(|sum| *sum == 0.0) {
-            true => Ok(()),
-            false => self.blame(&given, counts_are_equal),
+        if sums.iter().all(|sum| *sum == 0.0) {
+            return Ok(());
         }
+        self.blame(&given, counts_are_equal)?;
+        bail!(
+            "ranks of a group are to make their collectives in other orders: they would wait for each other, or add up what does not belong \
+             together\nhint: every rank builds the model with the same settings, offloaded gradients among them"
+        )
+    }
+
+    /// This rank's summand of the comparison of collectives: over tensor-parallel ranks, and over replicas that make as many.
+    fn collectives(&self, how: HowRun, counts_are_equal: bool) -> f64 {
+        let mesh = &self.mesh;
+        let place = [mesh.pp.rank(), mesh.replicas.rank()];
+        let over_tp = Comparison::over(&mesh.tp, &place).summand(how.collectives);
+        let place = [mesh.pp.rank(), mesh.tp.rank()];
+        let over_replicas = Comparison::over(&mesh.replicas, &place).summand(how.collectives);
+        over_tp + if counts_are_equal { over_replicas } else { 0.0 }
     }
 
     /// The replica, the number of micro-batches, how they are run, and of each (b, values of each, inputs, targets,

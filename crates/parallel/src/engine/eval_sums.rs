@@ -2,9 +2,11 @@
 
 use std::ops::Add;
 
+use candle_comm::Mesh;
 use candle_core::{DType, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
+use crate::agreement::gather;
 use crate::pass::Loss;
 
 /// Sums over the targets of some micro-batches, of one rank or of several.
@@ -28,6 +30,17 @@ impl EvalSums {
             num_right: loss.num_right.as_ref().map(number).transpose()?,
             num_targets: loss.count,
         })
+    }
+
+    /// The sums of all ranks, of which those of a tensor-parallel group have the same. Every rank must call it.
+    ///
+    /// # Errors
+    /// Failures of ranks.
+    pub fn of_all(self, mesh: &Mesh) -> Result<Self> {
+        let counts = mesh.tp.rank() == 0;
+        let own = if counts { self } else { Self::default() };
+        let all: Vec<Self> = gather(&mesh.world, &own)?;
+        Ok(all.into_iter().fold(Self::default(), Self::add))
     }
 
     /// The sum of the losses.

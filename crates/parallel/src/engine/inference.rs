@@ -5,17 +5,22 @@ use std::sync::atomic::Ordering;
 use candle_core::{Result, Tensor, bail};
 
 use super::eval_sums::EvalSums;
+use super::executor::Executor;
 use super::input_check::HowRun;
-use super::model_part::{BackwardHalf, ModelPart};
 use super::pipeline::Pipeline;
-use super::units::Units;
+use super::units::{Inference, Units};
 use crate::agreement::gather;
 use crate::checksums::checksum;
-use crate::pass::{Loss, Pass};
+use crate::layers::Head;
+use crate::pass::{Early, Loss, Pass};
+use crate::pipeline::ModelPart;
+use crate::program::{Lowering, Passes, Setup};
 use crate::schedule::Plan;
 
 /// What each block gives, by its index.
 type Observe<'a> = &'a mut dyn FnMut(usize, &Tensor) -> Result<()>;
+/// What is asked of the head, of which it gives a tensor to be seen.
+type AskHead<'a> = &'a mut dyn FnMut(&dyn Head, &Tensor, &Pass) -> Result<Tensor>;
 
 impl Pipeline {
     /// What the model says of some rows of a micro-batch, given by their indices in (b · t): (rows, vocab), in the model's type, the same
@@ -29,14 +34,16 @@ impl Pipeline {
         if let Some(row) = rows.iter().find(|&&row| row >= b * t) {
             bail!("logits of row {row} of a micro-batch of {b} x {t} rows; rows count from 0");
         }
-        let outputs = self.run_forward(part, std::slice::from_ref(pass), &mut |_, _| Ok(()))?;
-        let logits = match outputs.into_iter().next().flatten() {
-            Some(xs) => {
-                let logits = part.with_head(&xs, pass, |head| head.logits(&xs, rows, pass))?;
-                Some(logits.contiguous()?)
-            }
-            None => None,
-        };
+        let mut logits = None;
+        self.run_forward(
+            part,
+            std::slice::from_ref(pass),
+            &mut |_, _| Ok(()),
+            &mut |head, xs, pass| {
+                let given = head.logits(xs, rows, pass)?.contiguous()?;
+                Ok(logits.insert(given).clone())
+            },
+        )?;
         self.on_all_ranks(part, logits)
     }
 
@@ -102,14 +109,13 @@ impl Pipeline {
 
     /// The losses of some micro-batches, on the rank of the last stage.
     fn losses(&self, part: &ModelPart, passes: &[Pass], observe: Observe<'_>) -> Result<Vec<Loss>> {
-        let outputs = self.run_forward(part, passes, observe)?;
         let mut losses = Vec::new();
-        for (xs, pass) in outputs.into_iter().zip(passes) {
-            let Some(xs) = xs else { continue };
-            let loss = part.with_head(&xs, pass, |head| head.evaluate(&xs, pass)?.checked())?;
-            observe(part.layout().num_blocks() - 1, &loss.sum)?;
+        self.run_forward(part, passes, observe, &mut |head, xs, pass| {
+            let loss = head.evaluate(xs, pass)?.checked()?;
+            let sum = loss.sum.clone();
             losses.push(loss);
-        }
+            Ok(sum)
+        })?;
         Ok(losses)
     }
 
@@ -134,22 +140,31 @@ impl Pipeline {
         Ok(losses)
     }
 
-    /// The forward passes of micro-batches: on the rank of the last stage what the head is to be given of each.
+    /// The forward passes of micro-batches, on the rank of the last stage with what `head` does with the model's head.
     fn run_forward(
         &self,
         part: &ModelPart,
         passes: &[Pass],
         observe: Observe<'_>,
-    ) -> Result<Vec<Option<Tensor>>> {
-        let plan = Plan::forwards(part.layout(), passes.len());
-        let mut units = Units::new(self, part, passes, BackwardHalf::Whole)?;
-        let mut outputs = vec![None; passes.len()];
-        for (instruction, next) in self.instructions(part, &plan) {
-            if let Some(output) = units.infer(instruction, next, observe)? {
-                outputs[instruction.unit().micro_batch] = Some(output);
-            }
+        head: AskHead<'_>,
+    ) -> Result<()> {
+        let (params, plan) = (part.params(), Plan::forwards(part.layout(), passes.len()));
+        let mut lowering = Lowering::new(Setup::of_rank(params, false));
+        if let Some(sharded) = params.sharded() {
+            lowering = lowering.with_copies(sharded.copies());
         }
-        units.finish()?;
-        Ok(outputs)
+        let program = lowering.passes(&Passes {
+            plan: &plan,
+            list: &self.list(&plan),
+            trains: false,
+        })?;
+        let inference = Some(Inference { observe, head });
+        let mut executor = Executor {
+            units: Some(Units::new(self, part, passes, Early::default(), inference)?),
+            ..Executor::new(params)
+        };
+        executor.run(&program)?;
+        let units = executor.units.take();
+        units.map_or(Ok(()), |units| units.finish().map(drop))
     }
 }
