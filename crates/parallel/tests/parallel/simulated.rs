@@ -210,7 +210,7 @@ fn the_shares_in_which_ranks_wait_are_those_that_are_reckoned() {
         let mut nearest = f64::INFINITY;
         let mut seen = Vec::new();
         // Who sleeps wakes late where much else runs.
-        for _ in 0..5 {
+        for _ in 0..12 {
             let (measured, ranks) = case.measured().unwrap();
             let simulated = case.simulated(&ranks).unwrap();
             let pairs = measured.iter().zip(&simulated);
