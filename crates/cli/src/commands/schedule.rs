@@ -119,7 +119,7 @@ impl ScheduleCommand {
         Ok(())
     }
 
-    /// What a rank does in a step of a small model.
+    /// The list of a rank for a step of a small model.
     fn program(&self) -> Result<String> {
         let ProgramArgs {
             layers,

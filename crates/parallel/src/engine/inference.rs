@@ -17,9 +17,9 @@ use crate::pipeline::ModelPart;
 use crate::program::{Lowering, Passes, Setup};
 use crate::schedule::Plan;
 
-/// What each block gives, by its index.
+/// Sees what each block gives, by its index.
 type Observe<'a> = &'a mut dyn FnMut(usize, &Tensor) -> Result<()>;
-/// What is asked of the head, of which it gives a tensor to be seen.
+/// Asks the head, and gives a tensor of what it says to be seen.
 type AskHead<'a> = &'a mut dyn FnMut(&dyn Head, &Tensor, &Pass) -> Result<Tensor>;
 
 impl Pipeline {

@@ -77,7 +77,7 @@ impl<'a> Messages<'a> {
         self.channels.send(&xs.get()?, rank, what, &mut self.sends)
     }
 
-    /// What the unit gets, once it is here; `None` at the beginning or end of the model.
+    /// Waits for the input of a unit, or for the gradient of its output; `None` at the beginning or end of the model.
     pub fn take(&mut self, unit: Unit, what: Message) -> Result<Option<Stored>> {
         if let Some(posted) = self.posted.remove(&(unit, what)) {
             return Ok(posted.received.wait()?.pop().map(Stored::Here));
@@ -101,9 +101,10 @@ impl<'a> Messages<'a> {
             Message::Activation => Lane::Activations,
             Message::Gradient => Lane::Gradients,
         };
-        let xs = match layout.rank_of(to.stage) == layout.rank_of(unit.stage) {
-            true => self.part.params().put_away(lane, xs)?,
-            false => Stored::Here(xs),
+        let xs = if layout.rank_of(to.stage) == layout.rank_of(unit.stage) {
+            self.part.params().put_away(lane, xs)?
+        } else {
+            Stored::Here(xs)
         };
         self.given.insert((to, what), xs);
         Ok(())

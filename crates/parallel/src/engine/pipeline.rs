@@ -215,12 +215,13 @@ impl Pipeline {
         let mut report = units.map(Units::finish).transpose()?.unwrap_or_default();
         report.passes_secs = start.elapsed().as_secs_f64();
         report.context = work_of_ranks(&passes)?;
-        report.occupation = match part.device().is_cpu() {
-            true => Some(Occupation {
+        report.occupation = if part.device().is_cpu() {
+            Some(Occupation {
                 busy: report.forward_secs + report.backward_secs,
                 whole: report.passes_secs,
-            }),
-            false => self.occupation().take(),
+            })
+        } else {
+            self.occupation().take()
         };
         params.meter().end_passes(part.device())?;
         gradients.add_passes(&report)?;
@@ -243,7 +244,7 @@ impl Pipeline {
         Ok(plan.insert(Arc::new(made)).clone())
     }
 
-    /// What this rank does in the passes of a step.
+    /// The list of this rank for the passes of a step.
     fn program(
         &self,
         part: &ModelPart,
@@ -267,7 +268,7 @@ impl Pipeline {
         Ok(program)
     }
 
-    /// What this rank computes, and its messages.
+    /// The instructions of this rank, with its messages.
     pub(super) fn list(&self, plan: &Plan) -> Vec<Instruction> {
         plan.with_messages(self.pp.rank(), self.prefetch)
     }

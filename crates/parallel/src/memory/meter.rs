@@ -25,7 +25,7 @@ struct Counters {
     peak_of_passes: AtomicU64,
     /// Whether activations of passes were measured, by whom it may be.
     are_passes_measured: AtomicBool,
-    /// What was held after each action of the lists since that was asked for.
+    /// Actions of the lists since that was asked for, and the bytes held after each.
     recorded: Mutex<Option<Vec<(String, MemoryReport)>>>,
 }
 
@@ -77,7 +77,7 @@ impl MemoryMeter {
         *self.lock_recorded() = Some(Vec::new());
     }
 
-    /// What the rank has done since [`Self::record`], and what was held after each.
+    /// The actions of the rank since [`Self::record`], and the bytes held after each.
     pub fn recorded(&self) -> Vec<(String, MemoryReport)> {
         self.lock_recorded().take().unwrap_or_default()
     }
