@@ -241,6 +241,26 @@ fn the_command_prints_rows_idle_shares_and_peaks() {
     ]);
 }
 
+/// docs/design.md explains a step by a list that the command prints.
+#[test]
+fn the_list_of_the_documents_is_what_the_command_prints() {
+    let design = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/design.md"));
+    let design = design.unwrap();
+    let list = |rank| {
+        let program = candle_train("schedule").switch("--program");
+        let program = program.flag("--pp", 2).flag("--dp", 2).flag("--zero", 3);
+        let program = program.flag("--layers", 4).flag("--micro-batches", 2);
+        program.flag("--rank", rank)
+    };
+    let printed = list(0).succeeds().stdout;
+    design.assert_has(&[&format!("```text\n{printed}```\n")]);
+    // The second replica of a stage does the same, the other stage has a head.
+    assert_eq!(list(1).succeeds().stdout, printed);
+    let other = list(2).succeeds().stdout;
+    other.assert_has(&["head.weight", "1F0   Gather", "Norm\n"]);
+    list(4).fails(&["--rank is 4; expected one of 4, from 0"]);
+}
+
 #[test]
 fn a_schedule_that_was_written_is_read_checked_and_drawn() {
     let workspace = Workspace::new();

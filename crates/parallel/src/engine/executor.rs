@@ -81,11 +81,21 @@ impl<'a> Executor<'a> {
     }
 
     fn act_all(&mut self, actions: &[Action]) -> Result<()> {
-        actions.iter().try_for_each(|action| {
-            self.act(*action)?;
+        let trains = self.units.as_ref().is_some_and(Units::trains);
+        let mut has_passed = false;
+        for (place, &action) in actions.iter().enumerate() {
+            self.act(action)?;
+            has_passed |= trains && action.is_pass();
+            let next = actions.get(place + 1);
+            // All that a block has computed with is gone.
+            if has_passed && next.is_none_or(|next| !next.ends_block()) {
+                has_passed = false;
+                let device = self.params.groups().shard.device();
+                self.params.meter().count_activations(device)?;
+            }
             self.params.meter().note(action);
-            Ok(())
-        })
+        }
+        Ok(())
     }
 
     fn act(&mut self, action: Action) -> Result<()> {

@@ -170,7 +170,7 @@ impl ModelPart {
         run.xs = output;
         drop(input);
         run.tape.saved.push(kept.put_away(self.params(), stored)?);
-        self.params().meter().count_activations(self.device())
+        Ok(())
     }
 
     /// The forward pass of a block of which nothing is kept. `observe` gets what it gives; of a head that is what `head` does.
@@ -251,7 +251,7 @@ impl ModelPart {
         if !is_whole {
             run.jobs.push_back((index, jobs));
         }
-        self.params().meter().count_activations(self.device())
+        Ok(())
     }
 
     /// The weight half of a block of a stage.

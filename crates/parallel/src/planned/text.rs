@@ -30,6 +30,7 @@ impl PlannedWork<'_> {
                 names.join(", ")
             );
         }
+        text.push_str("the number of a pass is a block, that of Update a part of the optimizer's state, others are buckets\n");
         let mut lowering = Lowering::new(step.setup());
         for list in step.lower(&mut lowering)? {
             for (instruction, actions) in list.phases() {

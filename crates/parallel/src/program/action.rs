@@ -87,6 +87,21 @@ impl Action {
         )
     }
 
+    /// Whether it may follow the pass of a block before the next block begins: weights go, and sums of gradients.
+    pub fn ends_block(self) -> bool {
+        matches!(
+            self,
+            Self::Free(_)
+                | Self::Reduce(_)
+                | Self::AddReduced(_)
+                | Self::Square(_)
+                | Self::Settle(_)
+                | Self::Fetch(Item::Sum(_))
+                | Self::Put(_)
+                | Self::Drop(_)
+        )
+    }
+
     /// Whether it is a pass of a block, or a half of one.
     pub fn is_pass(self) -> bool {
         matches!(

@@ -1,6 +1,7 @@
 //! Schedules, layers, tape, gradients, optimizer and checkpoints against plain references, on threads.
 
 mod alike;
+mod borders;
 mod building;
 mod chain;
 mod check;
