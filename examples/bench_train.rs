@@ -47,7 +47,7 @@
 //! --vocab-size 128256 --seq-len 4096 --batch-size 1 --freeze 'proj|embed_tokens|lm_head'`
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -135,6 +135,10 @@ struct Args {
     /// --batch-size) leaves one rank to work at a time
     #[arg(long)]
     stage_secs: bool,
+    /// Write to this file which operations each rank starts in three more steps after the measured ones, in their order, a line for each: rank,
+    /// name, axis, number of ranks, bytes
+    #[arg(long, value_name = "FILE")]
+    operations: Option<PathBuf>,
     /// Save a checkpoint in this folder after every fourth step, to time that
     #[arg(long, value_name = "DIR")]
     save_dir: Option<PathBuf>,
@@ -325,8 +329,9 @@ fn bench(
     let num_trainable_parameters = part.params().num_trainable_values();
     let flops_per_token = flops_per_token(config, part.params(), args.seq_len);
     let num_measured_steps = NUM_WARM_UP_STEPS + args.steps;
+    let profiles = [args.profile, args.stage_secs, args.operations.is_some()];
     let num_profiled_steps =
-        NUM_PROFILED_STEPS * (usize::from(args.profile) + usize::from(args.stage_secs));
+        NUM_PROFILED_STEPS * profiles.into_iter().map(usize::from).sum::<usize>();
     let train = train_config(
         num_measured_steps + num_profiled_steps,
         &args.layout,
@@ -393,6 +398,9 @@ fn bench(
     if args.stage_secs {
         measured.time_stages(&mut trainer, &batches, &mesh)?;
     }
+    if let Some(file) = &args.operations {
+        measured.write_operations(&mut trainer, &batches, &mesh, file)?;
+    }
     measured.peak_allocated_bytes = peak_allocated_bytes();
     measured.peak_rss_bytes = peak_rss_bytes();
     // Between these no rank on this GPU computes, none has freed what it holds, and what was freed before is free.
@@ -448,6 +456,35 @@ impl Measured {
         let all = all.map(|of_rank| serde_json::from_slice(&of_rank).map_err(Error::wrap));
         let all: Vec<Vec<Value>> = all.collect::<Result<_>>()?;
         self.stage_secs = Some(all.concat());
+        Ok(())
+    }
+
+    /// Trains a few steps more, and writes to `file` which operations each rank starts.
+    fn write_operations(
+        &mut self,
+        trainer: &mut Trainer,
+        batches: &Batches,
+        mesh: &Mesh,
+        file: &Path,
+    ) -> Result<()> {
+        trace::start(MAX_SPANS);
+        for _ in 0..NUM_PROFILED_STEPS {
+            self.train_step(trainer, batches)?;
+        }
+        let mut spans = trace::stop().spans;
+        spans.sort_by_key(|span| span.start);
+        let mut own = String::new();
+        for span in spans {
+            if let SpanKind::Communication(op) = span.kind {
+                let rank = mesh.world.rank();
+                let (name, group, num, bytes) = (op.operation, op.group, op.num_ranks, op.bytes);
+                own += &format!("{rank} {name} {group} {num} {bytes}\n");
+            }
+        }
+        let all = mesh.world.all_gather_bytes(own.as_bytes())?;
+        if mesh.world.rank() == 0 {
+            std::fs::write(file, all.concat()).map_err(Error::wrap)?;
+        }
         Ok(())
     }
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Whether two builds of bench_train train alike: losses and gradient norms of ten steps, to the last bit, on random layouts.
+"""Whether two builds of bench_train train alike, on random layouts: losses and gradient norms of ten steps, to the last bit, and in three more
+the operations that each rank starts, in their order.
 usage: scripts/same_bits.py --before PROGRAM [--after PROGRAM] [--cases N] [--seed N]"""
 
 import argparse
 import json
+import pathlib
 import random
 import subprocess
 import sys
@@ -34,12 +36,27 @@ def case(rng, folder):
     return flags
 
 
-def trained(program, flags):
-    run = subprocess.run([program, *MODEL.split(), *flags], capture_output=True, text=True)
+def trained(program, flags, folder):
+    """Losses, norms and the list of operations, or the last line of an error."""
+    operations = pathlib.Path(folder, "operations")
+    run = subprocess.run([program, *MODEL.split(), *flags, "--operations", operations], capture_output=True, text=True)
     if run.returncode != 0:
         return run.stderr.strip().splitlines()[-1:]
     line = json.loads(run.stdout.splitlines()[-1])
-    return [line["losses"], line["grad_norms"]]
+    return [line["losses"], line["grad_norms"], operations.read_text().splitlines()]
+
+
+def show(flags, before, after):
+    """Prints what differs."""
+    print(" ".join(flags))
+    if len(before) == 1 or len(after) == 1:
+        print("  before", before[-1:], "\n  after", after[-1:], flush=True)
+        return
+    if before[:2] != after[:2]:
+        print("  before", before[:2], "\n  after", after[:2])
+    of_ranks = zip(*(sorted(side[2], key=lambda line: int(line.split()[0])) for side in (before, after)))
+    first = next(((old, new) for old, new in of_ranks if old != new), None)
+    print(f"  operations {len(before[2])} and {len(after[2])}, the first that differs: {first}", flush=True)
 
 
 def main():
@@ -54,11 +71,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.cases):
             flags = case(rng, folder)
-            before, after = trained(args.before, flags), trained(args.after, flags)
+            before, after = trained(args.before, flags, folder), trained(args.after, flags, folder)
             refused += len(before) == 1
             if before != after:
                 differ += 1
-                print(" ".join(flags), "\n  before", before, "\n  after", after, flush=True)
+                show(flags, before, after)
     print(f"{args.cases} layouts, of which both refuse {refused}: {differ} differ")
     return differ > 0
 

@@ -352,6 +352,29 @@ fn the_meter_counts_what_waiting_weight_gradients_keep() {
 }
 
 #[test]
+fn the_operations_of_all_ranks_are_listed_in_their_order() {
+    let name = format!("candle-train-operations-{}", std::process::id());
+    let file = std::env::temp_dir().join(name);
+    let program = bench().flag("--dp", 2).flag("--zero", 3);
+    program
+        .flag("--device", "cpu")
+        .flag("--operations", file.display())
+        .succeeds();
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::remove_file(&file).unwrap();
+    let of = |rank: &str| -> Vec<&str> {
+        let lines = text.lines();
+        lines.filter_map(|line| line.strip_prefix(rank)).collect()
+    };
+    let (first, second) = (of("0 "), of("1 "));
+    assert_eq!((first.len() % 3, &first), (0, &second), "three steps alike");
+    for operation in ["all_gather dp 2 ", "reduce_scatter dp 2 "] {
+        let mut all = first.iter();
+        assert!(all.any(|line| line.starts_with(operation)), "{first:?}");
+    }
+}
+
+#[test]
 fn one_of_1024_ranks_of_80_layers_starts_within_a_second_and_50_mb() {
     let measured = measured(example("bench_start").flag("--simulated", 1024));
     assert_eq!(measured["ranks"], 1024);

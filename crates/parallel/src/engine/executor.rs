@@ -138,9 +138,9 @@ impl<'a> Executor<'a> {
             Action::Fetch(Item::Sum(bucket)) if self.update.is_none() => {
                 self.gradients()?.fetch_sum(bucket as usize)
             }
-            Action::Fetch(item) => self.column(item)?.fetch(index(item)),
-            Action::Put(item) => self.column(item)?.put(index(item)),
-            Action::Drop(item) => self.column(item)?.free(index(item)),
+            Action::Fetch(item) => self.column(item)?.fetch(item.place()[1]),
+            Action::Put(item) => self.column(item)?.put(item.place()[1]),
+            Action::Drop(item) => self.column(item)?.free(item.place()[1]),
             Action::FlushSums => self.gradients()?.column().flush(),
             Action::FlushUpdates => {
                 if let Some(sharded) = self.params.sharded() {
@@ -163,8 +163,7 @@ impl<'a> Executor<'a> {
     }
 
     fn about_weights(&self, err: Error, bucket: u32) -> Error {
-        let bucket = self.params.layout().all().nth(bucket as usize);
-        let block = bucket.map_or(0, |bucket| bucket.block);
+        let block = self.params.layout().bucket(bucket as usize).block;
         err.context(format!("gathering the weights of block {block}"))
     }
 
@@ -194,11 +193,6 @@ impl<'a> Executor<'a> {
     fn update(&self) -> Result<Update<'a>> {
         self.update.ok_or_else(misplaced)
     }
-}
-
-fn index(item: Item) -> usize {
-    let (Item::Weights(index) | Item::Sum(index) | Item::State(index)) = item;
-    index as usize
 }
 
 fn misplaced() -> Error {

@@ -89,7 +89,7 @@ impl Pipeline {
             let passes = passes.map(|pass| Ok(pass?.evaluating()));
             let passes = passes.collect::<Result<Vec<_>>>()?;
             if let Some(check) = &self.input_check {
-                let counts_are_equal = part.params().groups().gathers_weights();
+                let counts_are_equal = part.params().groups().moves_in_passes(false);
                 check.run(&passes, HowRun::default(), counts_are_equal)?;
             }
             if passes.is_empty() {

@@ -179,8 +179,7 @@ impl Pipeline {
         let program = known.map(|plan| self.program(part, plan, gradients));
         let mut compared = Ok(());
         if let Some(check) = &self.input_check {
-            let groups = params.groups();
-            let counts_are_equal = groups.shards_gradients() || groups.gathers_weights();
+            let counts_are_equal = params.groups().moves_in_passes(true);
             let how = HowRun {
                 schedule: known.map_or(0, |plan| plan.condensed()),
                 collectives: (program.as_ref().and_then(|program| program.as_ref().ok()))

@@ -215,7 +215,7 @@ impl Gradients {
     /// The buffer of a whole bucket, to be written to.
     fn buffer(&mut self, bucket: usize) -> Result<FlatBuffer> {
         self.reductions.is_settled[bucket] = false;
-        if self.params.groups().shards_gradients() {
+        if self.sums.is_divided {
             self.make_whole(bucket)?;
         }
         match &self.whole[bucket] {
@@ -248,7 +248,7 @@ impl Gradients {
     pub(super) fn written(&self, bucket: usize) -> Result<Option<FlatBuffer>> {
         match &self.whole[bucket] {
             Some(whole) => Ok(Some(whole.clone())),
-            None if self.params.groups().shards_gradients() => Ok(None),
+            None if self.sums.is_divided => Ok(None),
             None => self.sums.read(bucket).map(Some),
         }
     }
@@ -270,7 +270,7 @@ impl Gradients {
 
     /// Whether what is written of a bucket is to be whole after one half of a backward pass, as it is divided or goes away then.
     pub(crate) fn come_once(&self) -> bool {
-        self.params.groups().shards_gradients() || self.column().is_away()
+        self.sums.is_divided || self.column().is_away()
     }
 
     /// Adds `grad` to the gradient of parameter `index`, in f32. candle's graph gives gradients in the type of the parameter,

@@ -127,7 +127,7 @@ impl Gradients {
 
     /// Where sums are, from which what follows the passes is worked out.
     pub(crate) fn places(&self) -> SumPlaces {
-        let is_divided = self.params.groups().shards_gradients();
+        let is_divided = self.sums.is_divided;
         let under_way = self.reductions.under_way.iter().map(|(index, _)| *index);
         let under_way: VecDeque<usize> = under_way.collect();
         let num_buckets = self.whole.len();
@@ -151,7 +151,7 @@ impl Gradients {
     pub(crate) fn start_sum(&mut self, index: usize) -> Result<()> {
         let params = self.params.clone();
         let (bucket, groups) = (params.layout().gradient_bucket(index), params.groups());
-        let whole = if groups.shards_gradients() {
+        let whole = if self.sums.is_divided {
             // Places that were not written to are as they were made, zero.
             self.filled[index].clear();
             match self.whole[index].take() {

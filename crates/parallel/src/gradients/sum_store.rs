@@ -12,6 +12,8 @@ use crate::params::{FlatBuffer, Parameters};
 /// A sum of f32 for each bucket of gradients: of the whole bucket, or of this rank's slice if replicas divide the gradients.
 pub(crate) struct SumStore {
     pub column: Column,
+    /// Whether replicas divide the gradients, so that a sum is this rank's slice of a bucket.
+    pub is_divided: bool,
     /// The part of each sum that this rank updates.
     own: Vec<Range<usize>>,
 }
@@ -23,15 +25,10 @@ impl SumStore {
     /// Memory or space that is missing, and files that cannot be written.
     pub fn new(params: &Parameters, mesh: &Mesh) -> Result<Self> {
         let (groups, device) = (params.groups(), mesh.world.device());
-        let is_divided = groups.shards_gradients();
-        let own = params.layout().of_gradients().map(|bucket| {
-            let own = groups.own_range(bucket.len);
-            if is_divided { 0..own.len() } else { own }
-        });
-        let own: Vec<Range<usize>> = own.collect();
-        let lens = params.layout().of_gradients().zip(&own);
-        let lens = lens.map(|(bucket, own)| if is_divided { own.len() } else { bucket.len });
-        let lens: Vec<usize> = lens.collect();
+        let buckets = params.layout().of_gradients();
+        let (own, lens): (Vec<Range<usize>>, Vec<usize>) = buckets
+            .map(|bucket| groups.own_part_of_sum(bucket.len))
+            .unzip();
         let kept = Kept {
             what: "the gradients",
             category: MemoryCategory::Gradients,
@@ -42,6 +39,7 @@ impl SumStore {
         let (resident, meter) = (MemoryCategory::Gradients, params.meter());
         Ok(Self {
             column: Column::new(place, kept, resident, device, meter, zeros)?,
+            is_divided: groups.shards_gradients(),
             own,
         })
     }

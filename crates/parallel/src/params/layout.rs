@@ -102,6 +102,11 @@ impl Bucket {
         let in_part = slots.map(|slot| (slot, intersect(&slot.range, part)));
         in_part.filter(|(_, mine)| !mine.is_empty())
     }
+
+    /// Bytes of its weights.
+    pub fn num_bytes(&self) -> usize {
+        self.len * self.dtype.size_in_bytes()
+    }
 }
 
 impl ParamLayout {
@@ -163,6 +168,12 @@ impl ParamLayout {
         place.map_or(bucket, |place| self.buckets.len() + place)
     }
 
+    /// The bucket of the parameters whose gradients a bucket holds.
+    pub fn bucket_of_sum(&self, index: usize) -> usize {
+        let more = index.checked_sub(self.buckets.len());
+        more.map_or(index, |place| self.more[place].of)
+    }
+
     /// The buckets of gradients of the parameters of a bucket, one for each stage of this rank that uses them, in the order of stages.
     pub fn stages_of(&self, bucket: usize) -> impl Iterator<Item = usize> + '_ {
         let own = (bucket < self.buckets.len()).then_some(bucket);
@@ -175,6 +186,14 @@ impl ParamLayout {
     /// The buckets of trainable parameters, then those of frozen ones.
     pub fn all(&self) -> impl Iterator<Item = &Bucket> {
         self.buckets.iter().chain(&self.frozen)
+    }
+
+    /// One of [`Self::all`].
+    pub fn bucket(&self, index: usize) -> &Bucket {
+        match index.checked_sub(self.buckets.len()) {
+            None => &self.buckets[index],
+            Some(frozen) => &self.frozen[frozen],
+        }
     }
 
     /// Of parameter `index`, the bucket's place in [`Self::all`], the bucket, and the slot.

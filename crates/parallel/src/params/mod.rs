@@ -30,7 +30,7 @@ mod weight_format;
 pub use builder::{ParamBuilder, WEIGHT_INIT};
 pub(crate) use changes::SaveSource;
 pub(crate) use flat_buffer::FlatBuffer;
-pub(crate) use layout::{Bucket, SLICE_ALIGNMENT, Sharing, Slot};
+pub(crate) use layout::{Bucket, ParamLayout, SLICE_ALIGNMENT, Sharing, Slot};
 pub use model_spec::{Holder, ModelSpec};
 pub use packed_weights::PackWeights;
 pub(crate) use packed_weights::packed_bytes;

@@ -115,9 +115,11 @@ impl ReplicaGroups {
         is_divided || self.offloads_weights
     }
 
-    /// Whether each pass gathers weights from other replicas, so that all of them must make the same passes.
-    pub fn gathers_weights(&self) -> bool {
-        self.shards_weights() && self.shard.world_size() > 1
+    /// Whether each pass moves something between replicas, so that all of them must make as many: weights, and of passes that train also
+    /// gradients.
+    pub fn moves_in_passes(&self, trains: bool) -> bool {
+        let gathers_weights = self.shards_weights() && self.shard.world_size() > 1;
+        gathers_weights || (trains && self.shards_gradients())
     }
 
     /// Whether other replicas update weights that this rank has whole.
@@ -150,6 +152,16 @@ impl ReplicaGroups {
     /// This rank's slice of a bucket of `len` values.
     pub fn own_range(&self, len: usize) -> Range<usize> {
         self.range_of(self.shard.rank(), len)
+    }
+
+    /// This rank's slice within the sum of a bucket's gradients as it is kept, and the length of that sum: all `len` values, or the slice.
+    pub fn own_part_of_sum(&self, len: usize) -> (Range<usize>, usize) {
+        let own = self.own_range(len);
+        if self.shards_gradients() {
+            (0..own.len(), own.len())
+        } else {
+            (own, len)
+        }
     }
 
     /// The slices of a bucket of `len` values that the ranks of [`Self::shard`] have, in their order.

@@ -7,16 +7,13 @@ use candle_ops::QuantizedType;
 
 use super::tiles::PlannedTile;
 use super::waiting::{PlannedWaiting, WaitingFor};
-use super::{Moment, PlannedPasses, PlannedStep};
+use super::{GRADIENT_BYTES, Moment, PlannedPasses, PlannedStep};
 use crate::data_parallel::ReduceType;
 use crate::memory::{MemoryCategory, MemoryReport, MemoryUse};
-use crate::offload::{Lane, OffloadPlace, num_bytes_of};
+use crate::offload::{Lane, OffloadPlace};
 use crate::params::{Bucket, HeldParam, Sharing, is_adopted, packed_bytes};
 use crate::program::{Action, Item, Program, Setup};
 use crate::schedule::{Instruction, Message, Unit};
-
-/// Bytes of a gradient.
-const GRADIENT_BYTES: usize = 4;
 
 /// Counts the bytes that a rank holds, action after action.
 pub(super) struct RankBytes<'a> {
@@ -32,7 +29,7 @@ pub(super) struct RankBytes<'a> {
     /// Bytes of this rank's parts of second copies.
     copies: usize,
     /// Bytes of each item of weights, of sums, of state.
-    items: [Vec<usize>; 3],
+    items: &'a [Vec<usize>; 3],
     /// Items on their way back: weights, a sum, state.
     behind: [Option<Item>; 3],
     /// Updated weights on their way: the first block that uses them, and bytes of a buffer for them.
@@ -107,9 +104,7 @@ impl<'a> RankBytes<'a> {
             passes.check()?;
         }
         let mut held = HeldBytes::default();
-        let slices = spec.layout.all();
-        let slices = slices.map(|bucket| bytes(bucket) / groups.shard.world_size());
-        let slices: Vec<usize> = slices.collect();
+        let [weights, sums, states] = &step.item_bytes;
         let packs = !groups.shards_weights() && !groups.offloads_weights && !work.on_gpu;
         let stays_packed = |param: &&HeldParam| {
             let is_used = work.passes.is_some() && (trains || !param.trainable);
@@ -121,7 +116,7 @@ impl<'a> RankBytes<'a> {
         held.hold(MemoryCategory::Packed, packed.sum());
         let whole = spec.params.iter().map(HeldParam::num_bytes).sum();
         let of_weights = if groups.shards_weights() {
-            slices.iter().sum()
+            weights.iter().sum()
         } else {
             whole
         };
@@ -135,21 +130,8 @@ impl<'a> RankBytes<'a> {
             MemoryCategory::Weights,
             of_weights,
         );
-        let sums = spec.layout.of_gradients().filter(|_| trains).map(|bucket| {
-            let is_divided = groups.shards_gradients();
-            GRADIENT_BYTES
-                * if is_divided {
-                    groups.own_range(bucket.len).len()
-                } else {
-                    bucket.len
-                }
-        });
-        let sums: Vec<usize> = sums.collect();
         let place = offload.place_of_gradients(0, on_gpu);
         keep(place, MemoryCategory::Gradients, sums.iter().sum());
-        let states = step.state.as_ref();
-        let states = states.map_or(Vec::new(), |(shapes, slices)| slices.items(shapes));
-        let states: Vec<usize> = states.into_iter().map(num_bytes_of).collect();
         let place = offload.place_of_optimizer(0, on_gpu);
         keep(place, MemoryCategory::Optimizer, states.iter().sum());
         let place = offload.place_of_activations(0, on_gpu);
@@ -157,7 +139,7 @@ impl<'a> RankBytes<'a> {
             waiting: PlannedWaiting::new(place, offload.kept_activations),
             gathered: vec![0; spec.num_buckets()],
             copies: 0,
-            items: [slices, sums, states],
+            items: &step.item_bytes,
             behind: [None; 3],
             pending: VecDeque::new(),
             num_frozen: work
@@ -214,11 +196,13 @@ impl<'a> RankBytes<'a> {
             }
             Action::AwaitAllBut(num) => self.await_while(|len, _| len > num as usize),
             Action::Gather(bucket) => self.gather(bucket as usize, Self::moved_bytes),
-            Action::GatherCopy(bucket) => self.gather(bucket as usize, |_, bucket| bytes(bucket)),
+            Action::GatherCopy(bucket) => {
+                self.gather(bucket as usize, |_, bucket| bucket.num_bytes())
+            }
             Action::Arrive(bucket) => self.arrive(bucket as usize),
             Action::ArriveAndCopy(bucket) => {
                 if let Some(secondary) = &self.setup.groups.secondary {
-                    let part = bytes(self.bucket(bucket as usize)) / secondary.world_size();
+                    let part = self.bucket(bucket as usize).num_bytes() / secondary.world_size();
                     self.copies += part;
                     self.held.hold(gathered, part);
                 }
@@ -256,17 +240,17 @@ impl<'a> RankBytes<'a> {
                 if let Item::Weights(bucket) = item {
                     self.gathered[bucket as usize] = 0;
                 }
-                let written = self.behind[kind(item)].replace(item);
+                let written = self.behind[item.place()[0]].replace(item);
                 self.drop_item(written);
             }
             Action::Drop(item) => self.drop_item(Some(item)),
             Action::FlushSums => {
-                let written = self.behind[kind(Item::Sum(0))].take();
+                let written = self.behind[Item::Sum(0).place()[0]].take();
                 self.drop_item(written);
             }
             Action::FlushUpdates => {
                 for of in [Item::Weights(0), Item::State(0)] {
-                    let written = self.behind[kind(of)].take();
+                    let written = self.behind[of.place()[0]].take();
                     self.drop_item(written);
                 }
             }
@@ -275,12 +259,13 @@ impl<'a> RankBytes<'a> {
     }
 
     fn item(&self, item: Item) -> (MemoryCategory, usize) {
-        let (category, index) = match item {
-            Item::Weights(index) => (MemoryCategory::Gathered, index),
-            Item::Sum(index) => (MemoryCategory::Gradients, index),
-            Item::State(index) => (MemoryCategory::Optimizer, index),
+        let category = match item {
+            Item::Weights(_) => MemoryCategory::Gathered,
+            Item::Sum(_) => MemoryCategory::Gradients,
+            Item::State(_) => MemoryCategory::Optimizer,
         };
-        (category, self.items[kind(item)][index as usize])
+        let [kind, index] = item.place();
+        (category, self.items[kind][index])
     }
 
     fn drop_item(&mut self, item: Option<Item>) {
@@ -306,17 +291,17 @@ impl<'a> RankBytes<'a> {
         let has_buffer =
             self.trains && !self.setup.sums_are_away && !self.setup.groups.shards_gradients();
         let passes_through = has_buffer && bucket.dtype == DType::F32;
-        let bytes = if passes_through { 0 } else { bytes(bucket) };
+        let bytes = if passes_through {
+            0
+        } else {
+            bucket.num_bytes()
+        };
         self.held.hold(MemoryCategory::Buffers, bytes);
         self.pending.push_back((bucket.block, bytes));
     }
 
     fn bucket(&self, index: usize) -> &'a Bucket {
-        let layout = &self.setup.spec.layout;
-        match index.checked_sub(layout.buckets.len()) {
-            None => &layout.buckets[index],
-            Some(frozen) => &layout.frozen[frozen],
-        }
+        self.setup.spec.layout.bucket(index)
     }
 
     fn gradient_bytes(&self, index: u32) -> usize {
@@ -350,7 +335,7 @@ impl<'a> RankBytes<'a> {
         match self.is_quantized(bucket) {
             // And the copy that is sent.
             true => (num_slices + 1) * QuantizedType::Int8.row_bytes(bucket.len / num_slices),
-            false => bytes(bucket),
+            false => bucket.num_bytes(),
         }
     }
 
@@ -366,7 +351,7 @@ impl<'a> RankBytes<'a> {
         let (gathered, bucket) = (MemoryCategory::Gathered, self.bucket(index));
         let of_slots = bucket.slots.iter();
         let of_slots = of_slots.map(|slot| self.setup.spec.params[slot.param].num_bytes());
-        let (all, whole): (Vec<usize>, usize) = (of_slots.collect(), bytes(bucket));
+        let (all, whole): (Vec<usize>, usize) = (of_slots.collect(), bucket.num_bytes());
         let others: usize = all.iter().skip(1).sum();
         let adopts = is_adopted(others, whole);
         let copied = if adopts { others } else { all.iter().sum() };
@@ -532,22 +517,10 @@ impl<'a> RankBytes<'a> {
     }
 }
 
-fn kind(item: Item) -> usize {
-    match item {
-        Item::Weights(_) => 0,
-        Item::Sum(_) => 1,
-        Item::State(_) => 2,
-    }
-}
-
 fn waiting_for(lane: Lane, unit: Unit, block: usize) -> WaitingFor {
     WaitingFor {
         lane,
         micro_batch: unit.micro_batch,
         block,
     }
-}
-
-fn bytes(bucket: &Bucket) -> usize {
-    bucket.len * bucket.dtype.size_in_bytes()
 }

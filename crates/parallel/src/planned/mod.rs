@@ -11,13 +11,16 @@ mod waiting;
 use candle_core::{Result, bail};
 
 use crate::data_parallel::DataParallel;
-use crate::offload::{Offload, OffloadPlace};
+use crate::offload::{Offload, OffloadPlace, num_bytes_of};
 use crate::optimizer::{BucketShape, Optimizer, StateSlices};
 use crate::params::{PackWeights, RankSpec, ReplicaGroups};
 use crate::pass::{Recompute, Tape};
 use crate::program::{Lowering, Passes, Program, Setup};
 use crate::schedule::{Instruction, Plan};
 pub use memory::{MemoryPlan, Moment};
+
+/// Bytes of a gradient.
+const GRADIENT_BYTES: usize = 4;
 
 /// What a rank does with what it has of a model. With passes and updates it trains; with passes that only go forward it evaluates; with
 /// updates alone it is a server, whose gradients come from workers.
@@ -135,6 +138,8 @@ pub(crate) struct PlannedStep<'a> {
     trains: bool,
     /// Shapes of the optimizer's state, by bucket, and the parts in which it is updated.
     state: Option<(Vec<BucketShape>, StateSlices)>,
+    /// Bytes of each slice of weights, of each sum of gradients, of each part of the state, as [`Item::place`] has them.
+    item_bytes: [Vec<usize>; 3],
 }
 
 impl<'a> PlannedStep<'a> {
@@ -175,11 +180,23 @@ impl<'a> PlannedStep<'a> {
             let slices = StateSlices::new(&shapes, most);
             (shapes, slices)
         };
+        let trains = list.iter().any(goes_backward);
+        let state = shapes.transpose()?.map(with_slices);
+        let slices = spec.layout.all();
+        let slices = slices.map(|bucket| bucket.num_bytes() / groups.shard.world_size());
+        let sums = spec.layout.of_gradients().filter(|_| trains);
+        let sums = sums.map(|bucket| GRADIENT_BYTES * groups.own_part_of_sum(bucket.len).1);
+        let states = state.iter().flat_map(|(shapes, parts)| parts.items(shapes));
         Ok(Self {
+            item_bytes: [
+                slices.collect(),
+                sums.collect(),
+                states.map(num_bytes_of).collect(),
+            ],
             spec,
             work: *work,
-            trains: list.iter().any(goes_backward),
-            state: shapes.transpose()?.map(with_slices),
+            trains,
+            state,
             groups,
             list,
         })

@@ -19,13 +19,8 @@ impl PlannedTile {
     /// The tiles of each weight that a block uses tile by tile.
     pub fn of_block(rank: &RankBytes<'_>, block: usize) -> Vec<Vec<Self>> {
         let mut all = Vec::new();
-        let buckets = rank
-            .setup
-            .spec
-            .layout
-            .all()
-            .filter(|bucket| bucket.is_tiled);
-        for bucket in buckets.filter(|_| rank.setup.groups.shards_weights()) {
+        let buckets = rank.setup.spec.layout.all();
+        for bucket in buckets.filter(|bucket| rank.setup.comes_in_tiles(bucket)) {
             for slot in &bucket.slots {
                 let param = &rank.setup.spec.params[slot.param];
                 if !param.blocks.contains(&block) {

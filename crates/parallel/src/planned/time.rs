@@ -4,8 +4,8 @@ use candle_core::{DType, Result, bail};
 
 use super::{PlannedStep, PlannedWork};
 use crate::data_parallel::ReduceType;
-use crate::params::{Bucket, RankSpec};
-use crate::program::{Action, Item, Lowering, Program, TimedRank, simulate};
+use crate::params::RankSpec;
+use crate::program::{Action, Lowering, TimedRank, simulate};
 use crate::schedule::{Simulation, Times};
 
 impl Simulation {
@@ -29,40 +29,17 @@ impl Simulation {
         }
         let steps = ranks.iter().map(|spec| PlannedStep::new(spec, work));
         let steps: Vec<PlannedStep<'_>> = steps.collect::<Result<_>>()?;
-        let lists = steps.iter().map(|step| {
-            let mut lowering = Lowering::new(step.setup());
-            step.lower(&mut lowering)
+        let timed = steps.iter().map(|step| {
+            Ok(TimedRank {
+                lists: step.lower(&mut Lowering::new(step.setup()))?,
+                seconds: Box::new(|action| step.seconds(action, times)),
+                bucket_of_part: step.setup().bucket_of_part(),
+                layout: Some(&step.spec.layout),
+            })
         });
-        let lists: Vec<Vec<Program>> = lists.collect::<Result<_>>()?;
-        let seconds = steps
-            .iter()
-            .map(|step| move |action| step.seconds(action, times));
-        let seconds: Vec<_> = seconds.collect();
-        let parts = steps.iter().map(|step| step.setup().bucket_of_part());
-        let parts: Vec<Vec<usize>> = parts.collect();
-        let blocks = ranks.iter().map(|spec| {
-            let buckets = spec.layout.buckets.iter();
-            buckets.map(|bucket| bucket.block).collect()
-        });
-        let blocks: Vec<Vec<usize>> = blocks.collect();
-        let sums = ranks.iter().map(|spec| {
-            let layout = &spec.layout;
-            let of = |sum| (0..sum).rfind(|&of| layout.stages_of(of).any(|stage| stage == sum));
-            (0..layout.num_gradient_buckets())
-                .map(|sum| of(sum).unwrap_or(sum))
-                .collect()
-        });
-        let sums: Vec<Vec<usize>> = sums.collect();
-        let timed = (0..ranks.len()).map(|rank| TimedRank {
-            lists: &lists[rank],
-            seconds: &seconds[rank],
-            bucket_of_part: &parts[rank],
-            bucket_of_sum: &sums[rank],
-            first_blocks: &blocks[rank],
-            has_model: true,
-        });
+        let timed: Vec<TimedRank<'_>> = timed.collect::<Result<_>>()?;
         // Weights of an update travel under the next passes: the second step has them.
-        Ok(simulate(layout, times, &timed.collect::<Vec<_>>(), 2))
+        Ok(simulate(layout, times, &timed, 2))
     }
 }
 
@@ -71,7 +48,7 @@ impl PlannedStep<'_> {
     fn seconds(&self, action: Action, times: &Times) -> f64 {
         let (moves, groups) = (&times.moves, &self.groups);
         let layout = &self.spec.layout;
-        let weights = |bucket: u32| layout.all().nth(bucket as usize).map_or(0, bytes);
+        let weights = |bucket: u32| layout.bucket(bucket as usize).num_bytes();
         // In a ring each rank sends all but one part.
         let ring = |bytes: f64, num_ranks: usize, byte: f64| {
             let others = (num_ranks - 1) as f64 / num_ranks as f64;
@@ -115,7 +92,8 @@ impl PlannedStep<'_> {
                 )
             }
             Action::Fetch(item) | Action::Put(item) => {
-                self.item_bytes(item) as f64 * moves.offload_byte
+                let [kind, index] = item.place();
+                self.item_bytes[kind][index] as f64 * moves.offload_byte
             }
             Action::Update(part) => {
                 let slices = self.state.as_ref().map(|(_, slices)| slices);
@@ -126,25 +104,4 @@ impl PlannedStep<'_> {
             _ => 0.0,
         }
     }
-
-    fn item_bytes(&self, item: Item) -> usize {
-        let (layout, shard) = (&self.spec.layout, self.groups.shard.world_size());
-        match item {
-            Item::Weights(bucket) => layout.all().nth(bucket as usize).map_or(0, bytes) / shard,
-            Item::Sum(bucket) => {
-                let len = layout.gradient_bucket(bucket as usize).len;
-                let is_divided = self.groups.shards_gradients();
-                let len = if is_divided { len / shard } else { len };
-                len * DType::F32.size_in_bytes()
-            }
-            Item::State(part) => self.state.as_ref().map_or(0, |(shapes, slices)| {
-                let (index, part) = slices.part(part as usize);
-                crate::offload::num_bytes_of(shapes[index].tensors_of(part))
-            }),
-        }
-    }
-}
-
-fn bytes(bucket: &Bucket) -> usize {
-    bucket.len * bucket.dtype.size_in_bytes()
 }

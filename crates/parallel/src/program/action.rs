@@ -11,6 +11,18 @@ pub(crate) enum Item {
     State(u32),
 }
 
+impl Item {
+    /// Its kind, as a place in an array of all three, and its number among those of its kind.
+    pub fn place(self) -> [usize; 2] {
+        let (kind, index) = match self {
+            Self::Weights(index) => (0, index),
+            Self::Sum(index) => (1, index),
+            Self::State(index) => (2, index),
+        };
+        [kind, index as usize]
+    }
+}
+
 /// One thing that a rank does. Numbers are those of blocks of the model, of buckets of the rank's layout and of items. What takes long is started by one
 /// action and awaited by another, so overlap is an order and no mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

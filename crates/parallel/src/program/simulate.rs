@@ -5,21 +5,18 @@ use std::collections::{HashMap, VecDeque};
 use candle_core::Result;
 
 use super::{Action, Item, Program};
+use crate::params::ParamLayout;
 use crate::pipeline_layout::PipelineLayout;
 use crate::schedule::{Instruction, Message, Plan, Simulation, Timed, Times, Unit};
 
 /// The lists of a rank's step, with the times of all actions that are no pass of a block.
 pub(crate) struct TimedRank<'a> {
-    pub lists: &'a [Program],
-    pub seconds: &'a dyn Fn(Action) -> f64,
+    pub lists: Vec<Program>,
+    pub seconds: Box<dyn Fn(Action) -> f64 + 'a>,
     /// The bucket of each part of the optimizer's state.
-    pub bucket_of_part: &'a [usize],
-    /// The bucket of weights of each sum of gradients: those that stages of the rank share have several.
-    pub bucket_of_sum: &'a [usize],
-    /// The first block that uses each bucket of trained weights.
-    pub first_blocks: &'a [usize],
-    /// Whether the lists have the passes of blocks; those of a schedule alone do not.
-    pub has_model: bool,
+    pub bucket_of_part: Vec<usize>,
+    /// The buckets of the rank's parameters; `None` for the passes of a schedule alone.
+    pub layout: Option<&'a ParamLayout>,
 }
 
 /// Queues beside the passes, each of which does one thing after another: the ranks that divide weights and gradients, those that divide a second copy, and
@@ -123,9 +120,10 @@ impl Clock<'_> {
             }
             Action::Settle(bucket) => {
                 self.wait_for(Awaited::Item(Item::Sum(bucket)));
-                let bucket_of_sum = self.rank.bucket_of_sum;
-                let is_its =
-                    |(sum, _): &mut (u32, f64)| bucket_of_sum[*sum as usize] == bucket as usize;
+                let layout = self.rank.layout;
+                let is_its = |(sum, _): &mut (u32, f64)| {
+                    layout.is_some_and(|it| it.bucket_of_sum(*sum as usize) == bucket as usize)
+                };
                 let own = self.reducing.extract_if(.., is_its);
                 let over = own.map(|(_, over)| over).fold(0.0, f64::max);
                 self.wait(over);
@@ -150,7 +148,8 @@ impl Clock<'_> {
             }
             Action::Spread(bucket) => {
                 let over = self.start(Queue::Shard, action);
-                let first = self.rank.first_blocks[bucket as usize];
+                let layout = self.rank.layout;
+                let first = layout.map_or(0, |layout| layout.bucket(bucket as usize).block);
                 self.spreading.push_back((first, over));
             }
             Action::Square(_) | Action::Norm => self.now += (self.rank.seconds)(action),
@@ -200,7 +199,7 @@ impl Clock<'_> {
         let (start, busy) = (self.now, times.of(instruction));
         let num_passes = actions.iter().filter(|action| action.is_pass()).count();
         // A stage that is frozen has no backward pass.
-        let busy = if self.rank.has_model && num_passes == 0 {
+        let busy = if self.rank.layout.is_some() && num_passes == 0 {
             0.0
         } else {
             busy
@@ -279,15 +278,11 @@ impl Plan {
     /// Times of another number of stages, or times that are no numbers of 0 or more.
     pub fn simulate(&self, times: &Times) -> Result<Simulation> {
         times.check(self.layout())?;
-        let lists = self.ranks().iter().map(|list| [Program::of_passes(list)]);
-        let lists: Vec<_> = lists.collect();
-        let ranks = lists.iter().map(|lists| TimedRank {
-            lists,
-            seconds: &|_| 0.0,
-            bucket_of_part: &[],
-            bucket_of_sum: &[],
-            first_blocks: &[],
-            has_model: false,
+        let ranks = self.ranks().iter().map(|list| TimedRank {
+            lists: vec![Program::of_passes(list)],
+            seconds: Box::new(|_| 0.0),
+            bucket_of_part: Vec::new(),
+            layout: None,
         });
         let ranks: Vec<_> = ranks.collect();
         Ok(simulate(self.layout(), times, &ranks, 1))

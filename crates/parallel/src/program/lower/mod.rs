@@ -10,7 +10,7 @@ use candle_core::Result;
 
 use super::check::Check;
 use super::{Action, Item, Program};
-use crate::params::{Parameters, RankSpec, ReplicaGroups};
+use crate::params::{Bucket, Parameters, RankSpec, ReplicaGroups};
 use crate::schedule::{Instruction, Plan};
 pub(crate) use sums::SumPlaces;
 use sums::Sums;
@@ -41,6 +41,11 @@ impl<'a> Setup<'a> {
     /// Whether what is written of a bucket of gradients is to be whole after one half of a backward pass, as it is divided or goes away then.
     pub fn sums_come_once(&self) -> bool {
         self.groups.shards_gradients() || self.sums_are_away
+    }
+
+    /// Whether the weights of a bucket are here for passes only, tile by tile.
+    pub fn comes_in_tiles(&self, bucket: &Bucket) -> bool {
+        self.groups.shards_weights() && bucket.is_tiled
     }
 
     /// That of a rank that has built its model, without an optimizer.
