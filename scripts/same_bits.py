@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whether two builds of bench_train train alike, on random layouts: losses and gradient norms of ten steps, to the last bit, and in three more
 the operations that each rank starts, in their order.
-usage: scripts/same_bits.py --before PROGRAM [--after PROGRAM] [--cases N] [--seed N]"""
+usage: scripts/same_bits.py --before PROGRAM [--after PROGRAM] [--cases N] [--seed N] [--any-bytes-of 'OPERATION AXIS']"""
 
 import argparse
 import json
@@ -36,14 +36,16 @@ def case(rng, folder):
     return flags
 
 
-def trained(program, flags, folder):
+def trained(program, flags, folder, any_bytes_of):
     """Losses, norms and the list of operations, or the last line of an error."""
     operations = pathlib.Path(folder, "operations")
     run = subprocess.run([program, *MODEL.split(), *flags, "--operations", operations], capture_output=True, text=True)
     if run.returncode != 0:
         return run.stderr.strip().splitlines()[-1:]
     line = json.loads(run.stdout.splitlines()[-1])
-    return [line["losses"], line["grad_norms"], operations.read_text().splitlines()]
+    operations = [line.split() for line in operations.read_text().splitlines()]
+    compared = [line[:4] if line[1:3] == any_bytes_of.split() else line for line in operations]
+    return [line["losses"], line["grad_norms"], [" ".join(words) for words in compared]]
 
 
 def show(flags, before, after):
@@ -65,13 +67,14 @@ def main():
     parser.add_argument("--after", default="target/release/examples/bench_train")
     parser.add_argument("--cases", type=int, default=242)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--any-bytes-of", default="", help="such as 'all_reduce world': what may move more or less than before")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     differ = refused = 0
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(args.cases):
             flags = case(rng, folder)
-            before, after = trained(args.before, flags, folder), trained(args.after, flags, folder)
+            before, after = (trained(program, flags, folder, args.any_bytes_of) for program in (args.before, args.after))
             refused += len(before) == 1
             if before != after:
                 differ += 1
