@@ -5,12 +5,12 @@
     sudo scripts/bench_overlap.py [--turns N] [--steps N] [--mbit 1000] [-- FLAGS OF bench_train]
 
 Two "hosts" are network namespaces of this machine, joined by one link that carries so many megabits a second each way; Open MPI
-starts half of the ranks on each. With and without --no-overlap run in turns, and the best median step of each is taken. Needs
+starts half of the ranks on each. With and without --no-overlap run in turns, and of each the turn with the median step is taken. Needs
 root, and `ip` and `tc` from iproute2.
 """
 import argparse
 
-from bench_train import OURS, best_of
+from bench_train import OURS, medians
 from simulated_hosts import simulated_hosts
 
 def main():
@@ -25,7 +25,7 @@ def main():
     with simulated_hosts(2, f"{a.mbit}mbit") as hosts:
         for dp in (2, 4):
             command = [*hosts.mpirun(dp, btl="tcp,self"), OURS, "--backend", "mpi", "--dp", str(dp), "--steps", str(a.steps), *a.flags]
-            best = best_of(a.turns, {"with": command, "without": [*command, "--no-overlap"]})
+            best = medians(a.turns, {"with": command, "without": [*command, "--no-overlap"]})
             step, waited = ({name: result[field] for name, result in best.items()} for field in ("step_secs", "communication_secs"))
             hidden = 1 - waited["with"] / waited["without"]
             print(f"| {dp} | {step['with']:.3f} s | {step['without']:.3f} s | {step['without'] / step['with']:.2f} | "

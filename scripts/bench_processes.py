@@ -5,11 +5,11 @@ two replicas, as Markdown tables.
     cargo build --release --example bench_train --features mpi
     scripts/bench_processes.py [--turns N] [--steps N] [--mpirun "mpirun --bind-to none"]
 
-What a table compares runs in turns, so that what else the machine does hits all of it, and the best median step of each is taken.
+What a table compares runs in turns, so that what else the machine does hits all of it, and of each the turn with the median step is taken.
 """
 import argparse
 
-from bench_train import LAYOUTS, OURS, best_of
+from bench_train import LAYOUTS, OURS, medians
 
 
 def zero_table(a, processes):
@@ -17,7 +17,7 @@ def zero_table(a, processes):
 
     def speeds(program, *flags):
         stage = ["--dp", "2", "--steps", str(a.steps), *flags, "--zero"]
-        return best_of(a.turns, {str(zero): [*program, *stage, str(zero)] for zero in range(4)})
+        return medians(a.turns, {str(zero): [*program, *stage, str(zero)] for zero in range(4)})
 
     threads, mpi = speeds([OURS]), speeds(processes, "--backend", "mpi")
     for zero in map(str, range(1, 4)):
@@ -39,10 +39,11 @@ def main():
     print("|---|---|---|---|")
     for size, shape in {"default shape": [], "small": small}.items():
         for layout, flags in LAYOUTS.items():
-            if not flags:
+            # ZeRO's stages have a table of their own.
+            if not flags or "--zero" in flags:
                 continue
             flags = [*shape, *flags, "--steps", str(a.steps)]
-            speeds = best_of(a.turns, {
+            speeds = medians(a.turns, {
                 "threads": [OURS, *flags],
                 "mpi": [*processes, *flags, "--backend", "mpi"],
                 "checked": [*processes, *flags, "--backend", "mpi", "--check-collectives"],

@@ -38,7 +38,8 @@ PRECISIONS = {
     "f32 high": (["--dtype", "f32", "--matmul-precision", "high"], ["--dtype", "f32"]),
     "bf16": (["--dtype", "bf16"], ["--dtype", "bf16"]),
 }
-LAYOUTS = {"one rank": [], "tp = 2": ["--tp", "2"], "pp = 2": ["--pp", "2"], "dp = 2": ["--dp", "2"]}
+LAYOUTS = {"one rank": [], "tp = 2": ["--tp", "2"], "pp = 2": ["--pp", "2"], "dp = 2": ["--dp", "2"],
+           "dp = 2, ZeRO-2": ["--dp", "2", "--zero", "2"], "dp = 2, ZeRO-3": ["--dp", "2", "--zero", "3"]}
 
 # What gains by weights that stay packed: frozen ones, and those of several micro-batches.
 FREEZE = ["--freeze", "proj|embed_tokens|lm_head"]
