@@ -1,4 +1,4 @@
-//! What passes between neighbouring stages of different ranks.
+//! Activations and gradients between neighbouring stages of different ranks.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +18,7 @@ pub(super) struct Channels {
     groups: HashMap<Link, ProcessGroup>,
     /// The stages that they are for.
     pub layout: PipelineLayout,
-    /// What they take of a GPU's memory.
+    /// Counts the GPU memory that they take.
     _memory: MemoryGuard,
     /// Whether passes use them; if they have failed, what they have sent may be there still.
     is_in_use: AtomicBool,

@@ -1,4 +1,4 @@
-//! What an evaluation adds up.
+//! Sums of an evaluation.
 
 use std::ops::Add;
 
@@ -22,7 +22,7 @@ pub struct EvalSums {
 }
 
 impl EvalSums {
-    /// Of a micro-batch.
+    /// The sums of one micro-batch.
     pub(super) fn of(loss: &Loss) -> Result<Self> {
         let number = |scalar: &Tensor| scalar.to_dtype(DType::F64)?.to_scalar::<f64>();
         Ok(Self {

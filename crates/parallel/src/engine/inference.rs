@@ -23,7 +23,7 @@ type Observe<'a> = &'a mut dyn FnMut(usize, &Tensor) -> Result<()>;
 type AskHead<'a> = &'a mut dyn FnMut(&dyn Head, &Tensor, &Pass) -> Result<Tensor>;
 
 impl Pipeline {
-    /// What the model says of some rows of a micro-batch, given by their indices in (b · t): (rows, vocab), in the model's type, the same
+    /// The logits of some rows of a micro-batch, given by their indices in (b · t): (rows, vocab), in the model's type, the same
     /// on every rank of the pipeline and of the tensor-parallel group. The head computes these rows alone.
     ///
     /// # Errors
@@ -47,7 +47,7 @@ impl Pipeline {
         self.on_all_ranks(part, logits)
     }
 
-    /// What the rank with the last stage has, which it alone gives, on all ranks of the pipeline.
+    /// A tensor that only the rank with the last stage gives, on all ranks of the pipeline.
     fn on_all_ranks(&self, part: &ModelPart, of_last: Option<Tensor>) -> Result<Tensor> {
         let layout = part.layout();
         let root = layout.rank_of(layout.num_stages() - 1);

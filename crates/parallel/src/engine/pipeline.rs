@@ -27,9 +27,9 @@ pub struct Pipeline {
     pub(super) cp: ProcessGroup,
     /// Compares what the ranks of a replica are given.
     pub(super) input_check: Option<InputCheck>,
-    /// Of forward and backward passes on the device, if they are timed there.
+    /// Stopwatches of forward, backward and all passes, if they are timed on the device.
     stopwatches: Option<[Mutex<Stopwatch>; 3]>,
-    /// What they said last of all passes.
+    /// The occupation that they measured last.
     occupation: Mutex<Option<Occupation>>,
     /// Whether a batch was evaluated twice, to see that it gives the same.
     pub(super) evaluates_alike: AtomicBool,
@@ -188,7 +188,7 @@ impl Pipeline {
             };
             compared = check.run(micro_batches, how, counts_are_equal);
         }
-        // What is wrong here comes before what the others see of it.
+        // An error of this rank comes before what the others see of it.
         let program = program.transpose()?.unwrap_or_default();
         compared?;
         let plan = plan?;
@@ -288,7 +288,7 @@ fn check_have_rows(micro_batches: &[Pass]) -> Result<()> {
     Ok(())
 }
 
-/// What each context-parallel rank computes of these passes.
+/// The part of these passes that each context-parallel rank computes.
 fn work_of_ranks(passes: &[Pass]) -> Result<Vec<ContextRank>> {
     let mut all: Vec<ContextRank> = Vec::new();
     for cut in passes.iter().filter_map(Pass::of_cut) {

@@ -35,7 +35,7 @@ pub struct ModelPart {
     pub(super) num_passes: AtomicU64,
     /// A hash of what is recomputed of each block of the model.
     pub(crate) recompute: u64,
-    /// What the rank does in the passes of a step, and the plan from which that follows.
+    /// The plan that ran last, and the list of this rank's actions that was lowered from it.
     pub(crate) program: Mutex<Option<(Arc<Plan>, Arc<Program>)>>,
 }
 

@@ -332,10 +332,11 @@ impl<'a> RankBytes<'a> {
     /// Bytes of a bucket of weights on its way, with the copy that is sent in 8 bits.
     fn moved_bytes(&self, bucket: &Bucket) -> usize {
         let num_slices = self.setup.groups.shard.world_size();
-        match self.is_quantized(bucket) {
+        if self.is_quantized(bucket) {
             // And the copy that is sent.
-            true => (num_slices + 1) * QuantizedType::Int8.row_bytes(bucket.len / num_slices),
-            false => bucket.num_bytes(),
+            (num_slices + 1) * QuantizedType::Int8.row_bytes(bucket.len / num_slices)
+        } else {
+            bucket.num_bytes()
         }
     }
 
@@ -387,7 +388,7 @@ impl<'a> RankBytes<'a> {
             self.held.hold(activations, passes.kept_bytes(block));
         }
         if waits && !is_head {
-            // What the block has given is here beside those that wait.
+            // The block's output is here beside those that wait.
             self.held.pass(activations, passes.input_bytes(block + 1));
         }
     }
@@ -454,7 +455,7 @@ impl<'a> RankBytes<'a> {
         }
     }
 
-    /// What waits for the weight half of a block.
+    /// Bytes that wait for the weight half of a block.
     fn waiting_bytes(&self, block: usize) -> usize {
         let come_once = self.setup.sums_come_once();
         self.passes.map_or(0, |passes| {

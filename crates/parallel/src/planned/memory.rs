@@ -10,11 +10,11 @@ use crate::params::RankSpec;
 use crate::program::Lowering;
 use crate::schedule::Instruction;
 
-/// What is held in a part of a step.
+/// The bytes that are held in a part of a step.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Moment {
-    /// What is done; `None`: sums and the update after the passes, and what a rank holds before its first step.
+    /// The instruction; `None` for the sums and the update after the passes, with what a rank holds before its first step.
     pub instruction: Option<Instruction>,
     /// Bytes of each category: at its end, and the most.
     pub report: MemoryReport,
@@ -64,7 +64,7 @@ pub struct MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// What a rank with `spec` will hold. The store that the model was described with had the same
+    /// The bytes that a rank with `spec` will hold. The store that the model was described with had the same
     /// [`DataParallel`](crate::DataParallel).
     ///
     /// # Errors
@@ -123,7 +123,7 @@ impl MemoryPlan {
         Ok(all)
     }
 
-    /// Of each category the most bytes at a time, and those between steps.
+    /// The most bytes at a time and those between steps, by category.
     pub fn report(&self) -> MemoryReport {
         self.report
     }

@@ -1,4 +1,4 @@
-//! What a step of a rank will hold and how long it will take, by arithmetic: no device, no tensor, no other rank. See `docs/design.md`, "What a rank
+//! Memory and time of a rank's step by arithmetic: no device, no tensor, no other rank. See `docs/design.md`, "What a rank
 //! holds".
 
 mod bytes;
@@ -28,7 +28,7 @@ const GRADIENT_BYTES: usize = 4;
 pub struct PlannedWork<'a> {
     /// How replicas work together.
     pub replicas: DataParallel,
-    /// What a rank keeps away from its device.
+    /// Weights, sums, state and activations that are kept away from the device.
     pub offload: &'a Offload,
     /// Which weights stay packed for products.
     pub pack_weights: PackWeights,
@@ -43,11 +43,11 @@ pub struct PlannedWork<'a> {
 /// The passes of a step.
 #[derive(Clone, Copy)]
 pub struct PlannedPasses<'a> {
-    /// What the ranks of the pipeline compute.
+    /// The passes of all ranks of the pipeline.
     pub plan: &'a Plan,
-    /// What the blocks of the model keep: [`ModelSpec::tapes`](crate::ModelSpec::tapes).
+    /// Bytes that the blocks of the model keep: [`ModelSpec::tapes`](crate::ModelSpec::tapes).
     pub tapes: &'a [Option<Tape>],
-    /// What is computed again, but of the first and the last block.
+    /// The recomputation of all blocks but the first and the last one.
     pub recompute: Recompute,
     /// Rows of a micro-batch that the rank has: tokens, of context-parallel ranks those of one.
     pub num_rows: usize,
@@ -93,19 +93,19 @@ impl PlannedPasses<'_> {
         is_head || self.recompute_of(block) == Recompute::Full
     }
 
-    /// Of a micro-batch, what the tape keeps of a block.
+    /// Bytes that the tape keeps of a block for a micro-batch.
     pub(super) fn kept_bytes(&self, block: usize) -> usize {
         self.tape(block)
             .kept(self.recompute_of(block))
             .saturating_mul(self.num_rows)
     }
 
-    /// What a block gets from the one before it.
+    /// Bytes that a block gets from the one before it.
     pub(super) fn input_bytes(&self, block: usize) -> usize {
         self.tape(block).input.saturating_mul(self.num_rows)
     }
 
-    /// What a block keeps from the input half to the weight half of its backward pass; `without_large` and `weights_stay` as the schedule
+    /// Bytes that a block keeps from the input half to the weight half of its backward pass; `without_large` and `weights_stay` as the schedule
     /// and the replicas have it.
     pub(super) fn waiting_bytes(
         &self,

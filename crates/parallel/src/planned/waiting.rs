@@ -19,7 +19,7 @@ pub(super) struct PlannedWaiting {
     num_items: usize,
 }
 
-/// What an activation that waits is for.
+/// The use of an activation that waits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct WaitingFor {
     pub lane: Lane,
@@ -28,7 +28,7 @@ pub(super) struct WaitingFor {
     pub block: usize,
 }
 
-/// Of those that wait in a lane so many are on the device: the last one that came, and another one that comes or goes.
+/// Activations of a lane that are on the device while they wait: the last one that came, and another one that comes or goes.
 const ON_DEVICE: usize = 2;
 
 impl PlannedWaiting {
